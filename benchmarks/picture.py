@@ -68,6 +68,7 @@ AXES = {
     "replicas": "times a single replica's CPU, or its renewals; less is better",
     "commands": "times what the same command takes on an almost empty database; less is better",
     "pages": "times what the same view takes on an almost empty database; less is better",
+    "reads": "of the bound of 100 ms; less is better",
     "receiving": "of what the bare framework does; more is better",
     "cursors": "share of the events; less is better",
     "horizon": "times the same without a pinned horizon; less is better",

@@ -94,6 +94,7 @@ COMMANDS = (
         "conform", "Test a receiver in any language against the protocol.", _WORK, DEVTOOLS
     ),
     CommandEntry("status", "Show relays, pending deliveries and failing endpoints.", _INSPECT),
+    CommandEntry("deliveries", "List what an endpoint got, and what failed.", _INSPECT),
     CommandEntry("trace", "Trace an event, and explain why it is not delivered.", _INSPECT),
     CommandEntry(
         "doctor", "Check the configuration and health, and suggest fixes.", _INSPECT, DOCTOR

@@ -6,11 +6,13 @@ batches, its deliveries through the lanes named by its batch, its attempts by ke
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
+from uuid import UUID
 
 import orjson
 
-from outbox.core.model.ids import delivery_id
+from outbox.core.model.ids import delivery_id, outbox_id_of
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import NotFound
 from outbox.operations.criteria import find_endpoint_ids
@@ -43,7 +45,6 @@ from outbox.store.sql.type_match import FILTER_MET, TENANT_MATCHES, TYPE_MATCHES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from uuid import UUID
 
     from asyncpg import Connection
 
@@ -238,6 +239,36 @@ async def trace_events(
         traces.append(trace)
         traced_bytes += len(orjson.dumps(trace, encode_other))
     return TraceReport(match.by, match.more, traces)
+
+
+async def trace_delivery(
+    connection: Connection[Any], schema: str, x_delivery: str, *, tenant: str | None = None
+) -> EventTrace:
+    """Trace an event to the one endpoint of an X-Delivery.
+
+    A dead letter and its replays have the same X-Delivery, so there may be several deliveries.
+
+    Args:
+        tenant: only its events, and only deliveries to its endpoints; None: all.
+
+    Raises:
+        NotFound: it is no X-Delivery, or its event is not found.
+    """
+    match = await events.find_events(connection, schema, x_delivery, tenant=tenant)
+    if match.by != "X-Delivery":
+        raise NotFound(f'"{x_delivery[:60]}" is not an X-Delivery; it is found as {match.by}')
+    ids = await find_endpoint_ids(connection, None, tenant)
+    if ids is None:
+        ids = [row["id"] for row in await connection.fetch(events.READ_ENDPOINT_IDS)]
+    (outbox_id,) = match.outbox_ids
+    given = UUID(x_delivery)
+    of = [each for each in ids if outbox_id_of(given, each) == outbox_id]
+    trace = await read_trace(connection, schema, outbox_id, endpoint_ids=of)
+    deliveries = tuple(each for each in trace.deliveries if each.delivery_id == given)
+    if not deliveries:
+        raise NotFound(f"no delivery has the X-Delivery {given}")
+    total = len(deliveries)
+    return add_diagnosis(replace(trace, deliveries=deliveries, deliveries_total=total, missed=()))
 
 
 async def read_trace(

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from outbox.destinations.endpoint_test import EndpointTestResult
     from outbox.operations.dead_letters.queries import DeadLetter, DeadLetterRow
+    from outbox.operations.deliveries.model import DeliveryRow
     from outbox.operations.endpoints.queries import EndpointDetail, EndpointRow
     from outbox.operations.endpoints.statuses import EndpointStatus, EndpointStatuses
     from outbox.operations.journal import JournalRow
@@ -120,6 +121,14 @@ class Redactor:
     def redact_dead_letter(self, found: DeadLetter) -> DeadLetter:
         row = self.redact_dead_letter_row(found)
         return replace(row, last_response=self.redact_response(found.last_response))
+
+    def redact_delivery_row(self, row: DeliveryRow) -> DeliveryRow:
+        if self.own_actors is None or row.failure is None:
+            return row
+        elapsed_ms = row.elapsed_ms
+        if elapsed_ms is not None:
+            elapsed_ms = generalize_elapsed_s(row.failure, elapsed_ms / 1000) * 1000
+        return replace(row, failure=generalize_failure(row.failure), elapsed_ms=elapsed_ms)
 
     def redact_overview(self, overview: Overview) -> Overview:
         return replace(overview, endpoints=tuple(map(self._redact_status, overview.endpoints)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from outbox_api import (
     api_tokens,
     dead_letters,
+    deliveries,
     endpoint_config,
     endpoint_credentials,
     endpoint_form,
@@ -34,6 +35,7 @@ _MODULES = (
     endpoint_config,
     events,
     future_events,
+    deliveries,
     history,
     dead_letters,
     replays,

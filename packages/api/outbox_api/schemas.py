@@ -19,6 +19,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from outbox.core.model.api_token import Scope
 from outbox.core.model.setting import Section
 from outbox.operations.events.future import FutureEvent
+from outbox.operations.trace.model import DeliveryState
 
 if TYPE_CHECKING:
     from pydantic.json_schema import JsonSchemaMode
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 NAMES: dict[str, Any] = {
     each.__name__: each for each in (FutureEvent, Mapping, Sequence, datetime, timedelta, UUID)
-} | {"Any": Any, "Scope": Scope, "Section": Section}
+} | {"Any": Any, "DeliveryState": DeliveryState, "Scope": Scope, "Section": Section}
 """Names that the dataclasses import under TYPE_CHECKING only."""
 
 

@@ -109,7 +109,12 @@ class Row:
 
 
 NAMES = {"endpoints": "{endpoint}", "schedules": "{schedule}", "tokens": "{token}"}
-IDS = {"trace": "{event}", "dead-letters": "{letter}", "replays": "{job}"}
+IDS = {
+    "trace": "{event}",
+    "deliveries": "{delivery}",
+    "dead-letters": "{letter}",
+    "replays": "{job}",
+}
 
 
 def fill(template: Any, objects: Objects) -> Any:
@@ -270,6 +275,17 @@ TABLE: tuple[Row, ...] = (
     ),
     everyone("GET /v1/trace/{id}", "read", missing=404, path=SAME_KEY, query={"payload": True}),
     owner("GET /v1/trace/{id}", "read", path=SAME_KEY, query={"endpoint": "{endpoint}"}),
+    Row(
+        "GET /v1/deliveries",
+        "read",
+        *(200, 422, 200, 200),
+        query={"tenant": "{tenant}"},
+    ),
+    everyone("GET /v1/deliveries", "read", query={"key": "same-key"}),
+    owner("GET /v1/deliveries", "read", query={"event": "{event}"}),
+    owner("GET /v1/deliveries/{id}", "read"),
+    owner(f"GET {ENDPOINT}/deliveries", "read"),
+    owner(f"GET {ENDPOINT}/deliveries", "read", query={"failed": True}),
     everyone("GET /v1/future-events", "read"),
     everyone("GET /v1/future-events", "read", query={"held": True}, hides=True),
     Row(

@@ -1,0 +1,1 @@
+"""The delivery log: what endpoints got, and what failed."""

@@ -1,0 +1,289 @@
+"""Statements of the delivery log.
+
+The log is ordered by (batch, outbox id, lane, sequence number), newest first, across the lanes of
+one or several endpoints.  Each lane is read by its primary key, in portions: of each lane the
+batch of the n-th newest run is looked up in the index; what is in all lanes from the highest of
+these on is read and sorted.  So a portion has at least n runs of one lane, it has everything
+between its ends, and it costs about what it returns, however long the log is.
+"""
+
+from __future__ import annotations
+
+from outbox.operations.dead_letters.queries import LAST_REPLAY
+from outbox.operations.lanes import LANE_STATE
+from outbox.store.sql.expressions import RUN_DELIVERIES_MAX
+from outbox.store.sql.type_match import TYPE_MATCHES
+
+# The lanes of endpoints; all generations, whose deliveries stay in the log.
+READ_LANES = """
+SELECT id AS lane_id, 0::bigint AS floor_batch, 0::bigint AS above_seq FROM lane
+ WHERE endpoint_id = ANY ($1)
+"""
+
+# Only those with pending deliveries, and where these begin.
+READ_PENDING_LANES = f"""
+SELECT lane_id, floor_batch, acked_seq AS above_seq
+  FROM ({LANE_STATE} WHERE l.endpoint_id = ANY ($1) AND c.last_seq > p.acked_seq) s
+ WHERE last_seq > acked_seq
+"""  # noqa: S608 (constants only)
+
+READ_NEWEST_BATCH = "SELECT batch FROM batch ORDER BY batch DESC LIMIT 1"
+
+FIND_TENANTS_ENDPOINTS = "SELECT id FROM endpoint WHERE tenant = $1"
+
+# The first batch at or after $1, and the last one before $2.
+READ_BATCH_RANGE = """
+SELECT coalesce((SELECT batch FROM batch WHERE at >= $1::timestamptz ORDER BY at LIMIT 1),
+                CASE WHEN $1::timestamptz IS NULL THEN 0 ELSE 9223372036854775807 END) AS floor,
+       CASE WHEN $2::timestamptz IS NULL THEN 9223372036854775807
+            ELSE coalesce((SELECT batch FROM batch WHERE at < $2::timestamptz
+                            ORDER BY at DESC LIMIT 1), -1) END AS top
+"""
+
+READ_REMOVED = """
+SELECT ended_at AS before, dropped_at AS at FROM period
+ WHERE kind = 'log' AND dropped_at IS NOT NULL AND ended_at IS NOT NULL
+ ORDER BY number DESC LIMIT 1
+"""
+
+COUNT_RANGES = """
+SELECT count(*) FROM dead_letter
+ WHERE endpoint_id = ANY ($1) AND outbox_id IS NULL AND state = 'dead'
+"""
+
+# In `_walk`, `l` is a lane with its `floor_batch` and `above_seq`.  The position $9 begins with its
+# batch; $10 is the number of runs of a lane.
+_TOP = "($9::bigint[])[1]"
+_BATCHES = f"batch BETWEEN l.floor_batch AND {_TOP}"
+_PORTION = f"batch BETWEEN greatest(l.floor_batch, reached.batch) AND {_TOP}"
+_NTH = "OFFSET $10::integer - 1 LIMIT 1"
+_LETTER_MATCHES = "outbox_id IS NOT NULL AND ($12::text IS NULL OR reason = $12)"
+
+
+def _delivery(seq: str) -> str:
+    """The delivery with this number, given its `lane_id` and `batch` in `p`: the nearest run at or
+    below it is its own, because a lane has no holes."""
+    return f"""
+     CROSS JOIN LATERAL (
+           SELECT outbox_id + coalesce(offsets[{seq} - seq + 1], 0) AS outbox_id, backfill_id,
+                  copy_id
+             FROM delivery_run
+            WHERE lane_id = p.lane_id AND batch = p.batch
+              AND seq BETWEEN {seq} - {RUN_DELIVERIES_MAX - 1} AND {seq}
+            ORDER BY seq DESC LIMIT 1) d"""  # noqa: S608
+
+
+_DELIVERIES = f"""
+SELECT r.lane_id, r.batch, r.seq + u.n - 1 AS seq, r.outbox_id + u.after AS outbox_id,
+       r.backfill_id, r.copy_id
+  FROM (SELECT * FROM delivery_run WHERE lane_id = l.lane_id AND {_PORTION} OFFSET 0) r
+ CROSS JOIN LATERAL unnest(coalesce(r.offsets, '{{0}}')) WITH ORDINALITY AS u(after, n)
+ WHERE r.seq + u.n - 1 > l.above_seq
+"""  # noqa: S608 (constants only)
+_NTH_DELIVERY = f"""
+SELECT batch FROM delivery_run WHERE lane_id = l.lane_id AND {_BATCHES}
+ ORDER BY batch DESC, seq DESC {_NTH}
+"""  # noqa: S608
+
+# A dead letter has failed, whether or not it was ever sent.
+_FAILURES = f"""
+SELECT p.*, d.*
+  FROM (SELECT lane_id, batch, seq FROM attempt_run
+         WHERE lane_id = l.lane_id AND outcome <> 'd' AND {_PORTION} AND seq > l.above_seq
+         UNION
+        SELECT lane_id, batch, seq FROM dead_letter
+         WHERE lane_id = l.lane_id AND outbox_id IS NOT NULL AND {_PORTION}
+           AND seq > l.above_seq) p
+{_delivery("p.seq")}
+"""  # noqa: S608
+_NTH_FAILURE = f"""
+(SELECT DISTINCT batch, seq FROM attempt_run
+  WHERE lane_id = l.lane_id AND outcome <> 'd' AND {_BATCHES}
+  ORDER BY batch DESC, seq DESC {_NTH})
+ UNION ALL
+(SELECT batch, seq FROM dead_letter
+  WHERE lane_id = l.lane_id AND outbox_id IS NOT NULL AND {_BATCHES}
+  ORDER BY seq DESC {_NTH})
+"""  # noqa: S608
+
+_DEAD = f"""
+SELECT p.*, d.*
+  FROM (SELECT lane_id, batch, seq FROM dead_letter
+         WHERE lane_id = l.lane_id AND {_LETTER_MATCHES} AND {_PORTION}) p
+{_delivery("p.seq")}
+"""  # noqa: S608
+_NTH_DEAD = f"""
+SELECT batch FROM dead_letter
+ WHERE lane_id = l.lane_id AND {_LETTER_MATCHES} AND {_BATCHES}
+ ORDER BY seq DESC {_NTH}
+"""  # noqa: S608
+
+
+_STATUS_MATCHES = "status BETWEEN ($3::integer[])[1] AND ($3::integer[])[2]"
+
+
+# The conditions of a filter on a delivery `k`.  An event whose row is gone may have a copy in a
+# dead letter.  The nearest success at or below a number is its own, if it reaches so far.
+def _matched(order: str) -> str:
+    return f"""
+event AS MATERIALIZED (
+    SELECT k.*, coalesce(o.type, x.type) AS type, coalesce(o.tenant, x.tenant) AS tenant
+      FROM scanned k
+      LEFT JOIN LATERAL (
+           SELECT id, type, tenant FROM outbox
+            WHERE ($1::text[] IS NOT NULL OR $2::text IS NOT NULL) AND id = k.outbox_id
+            LIMIT 1) o ON true
+      LEFT JOIN LATERAL (
+           SELECT type, tenant FROM dead_letter
+            WHERE ($1::text[] IS NOT NULL OR $2::text IS NOT NULL) AND o.id IS NULL
+              AND (id = k.copy_id OR lane_id = k.lane_id AND seq = k.seq)
+              AND event_id IS NOT NULL LIMIT 1) x ON true),
+wanted_type AS MATERIALIZED (
+    SELECT o.type FROM (SELECT DISTINCT type FROM event) o, (SELECT $1::text[] AS types) s
+     WHERE {TYPE_MATCHES}),
+matched AS MATERIALIZED (
+    SELECT k.* FROM event k
+     WHERE ($1::text[] IS NULL OR k.type IN (SELECT type FROM wanted_type))
+       AND ($2::text IS NULL OR k.tenant = $2)
+       AND ($3::integer[] IS NULL OR EXISTS (
+           SELECT FROM attempt_run
+            WHERE lane_id = k.lane_id AND batch = k.batch AND seq = k.seq AND outcome <> 'd'
+              AND {_STATUS_MATCHES})
+        OR (SELECT seq + count > k.seq AND {_STATUS_MATCHES} FROM attempt_run
+             WHERE lane_id = k.lane_id AND batch = k.batch AND outcome = 'd'
+               AND seq BETWEEN k.seq - {RUN_DELIVERIES_MAX - 1} AND k.seq
+             ORDER BY seq DESC LIMIT 1))
+       AND (NOT $4::boolean OR (
+           SELECT seq + count > k.seq FROM attempt_run
+            WHERE lane_id = k.lane_id AND batch = k.batch AND outcome = 'd'
+              AND seq BETWEEN k.seq - {RUN_DELIVERIES_MAX - 1} AND k.seq
+            ORDER BY seq DESC LIMIT 1))
+     ORDER BY {order} LIMIT $5)
+"""  # noqa: S608
+
+
+_NEWEST_FIRST = "k.batch DESC, k.outbox_id DESC, k.lane_id DESC, k.seq DESC"
+_FOUND = """
+SELECT s.scanned, s.at, e.batch AS end_batch, e.outbox_id AS end_outbox_id,
+       e.lane_id AS end_lane_id, e.seq AS end_seq, m.batch, m.outbox_id, m.lane_id, m.seq,
+       m.backfill_id, m.copy_id, {reached}
+  FROM (SELECT count(*) AS scanned, (SELECT at FROM batch WHERE batch = min(scanned.batch)) AS at
+          FROM scanned) s
+  LEFT JOIN (SELECT * FROM scanned ORDER BY batch, outbox_id, lane_id, seq LIMIT 1) e ON true
+  LEFT JOIN matched m ON true
+ ORDER BY m.batch DESC, m.outbox_id DESC, m.lane_id DESC, m.seq DESC
+"""
+
+
+def _walk(nth: str, portion: str) -> str:
+    """The next portion of a walk over the lanes $6 from their batches $7 on, above the numbers $8.
+
+    Parameters: $1 to $4 and $12, the filter; $5, rows; $9, the position at which it begins; $10,
+    runs of a lane; $11, deliveries to scan.
+
+    Args:
+        nth: the batch of the n-th newest in a lane.
+        portion: what is in a lane down to the batch `reached`.
+    """
+    return f"""
+WITH given AS MATERIALIZED (
+    SELECT * FROM unnest($6::bigint[], $7::bigint[], $8::bigint[])
+                  AS l(lane_id, floor_batch, above_seq)),
+reached AS MATERIALIZED (
+    SELECT max(nth.batch) AS batch FROM given l CROSS JOIN LATERAL ({nth}) nth),
+scanned AS MATERIALIZED (
+    SELECT p.* FROM reached CROSS JOIN given l CROSS JOIN LATERAL ({portion}) p
+     WHERE (p.batch, p.outbox_id, p.lane_id, p.seq)
+           < ({_TOP}, ($9::bigint[])[2], ($9::bigint[])[3], ($9::bigint[])[4])
+     ORDER BY p.batch DESC, p.outbox_id DESC, p.lane_id DESC, p.seq DESC LIMIT $11),
+{_matched(_NEWEST_FIRST)}
+{_FOUND.format(reached="(SELECT batch FROM reached) AS reached")}
+"""  # noqa: S608
+
+
+WALK_DELIVERIES = _walk(_NTH_DELIVERY, _DELIVERIES)
+WALK_FAILURES = _walk(_NTH_FAILURE, _FAILURES)
+WALK_DEAD = _walk(_NTH_DEAD, _DEAD)
+
+# What a page shows of deliveries: the nearest dead letter at or below a number may be a range that
+# holds it; the attempt is the last one, which for a success may stand in a run.
+READ_ROWS = f"""
+SELECT e.id AS endpoint_id, e.name AS endpoint, p.outbox_id, p.backfill_id,
+       coalesce(o.event_id, x.event_id) AS event, coalesce(o.type, x.type) AS type,
+       coalesce(o.tenant, x.tenant) AS tenant, coalesce(o.key, x.key) AS key,
+       lane_name(l.endpoint_id, l.generation, l.slot) AS lane, p.seq AS sequence,
+       CASE WHEN d.id IS NOT NULL THEN coalesce(t.state, d.state)
+            WHEN a.outcome = 'd' OR p.seq <= g.acked_seq THEN 'delivered'
+            ELSE 'pending' END AS outcome,
+       d.reason, d.id AS dead_letter, coalesce(a.attempt, d.attempts, 0) AS attempts,
+       coalesce(a.status, (d.last_response ->> 'status')::integer) AS status,
+       CASE WHEN a.status IS NULL THEN coalesce(a.failure, d.last_response ->> 'failure')
+       END AS failure,
+       a.elapsed_ms, coalesce(a.started_at, d.at, b.at) AS at, b.at AS sequenced_at
+  FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[])
+       WITH ORDINALITY AS p(lane_id, batch, seq, outbox_id, backfill_id, copy_id, n)
+  JOIN lane l ON l.id = p.lane_id
+  JOIN endpoint e ON e.id = l.endpoint_id
+  JOIN lane_progress g ON g.lane_id = p.lane_id
+  JOIN batch b ON b.batch = p.batch
+  LEFT JOIN LATERAL (
+       SELECT event_id, type, tenant, key FROM outbox WHERE id = p.outbox_id LIMIT 1) o ON true
+  LEFT JOIN LATERAL (
+       SELECT * FROM (
+           SELECT id, reason, state, at, attempts, last_response, to_seq FROM dead_letter
+            WHERE lane_id = p.lane_id AND seq <= p.seq ORDER BY seq DESC LIMIT 1) nearest
+        WHERE to_seq >= p.seq) d ON true
+  LEFT JOIN LATERAL (
+       SELECT event_id, type, tenant, key FROM dead_letter
+        WHERE o.event_id IS NULL AND id IN (p.copy_id, d.id) AND event_id IS NOT NULL
+        LIMIT 1) x ON true
+  LEFT JOIN LATERAL (
+       SELECT * FROM (
+           SELECT attempt, status, outcome, response ->> 'failure' AS failure,
+                  started_at + coalesce(starts_us[p.seq - seq + 1], 0) * interval '1 microsecond'
+                      AS started_at,
+                  coalesce(elapses_ms[p.seq - seq + 1], elapsed_ms) AS elapsed_ms,
+                  seq + count AS ends
+             FROM attempt_run
+            WHERE lane_id = p.lane_id AND batch = p.batch
+              AND seq BETWEEN p.seq - {RUN_DELIVERIES_MAX - 1} AND p.seq
+            ORDER BY seq DESC, attempt DESC LIMIT 1) nearest
+        WHERE ends > p.seq) a ON true
+{LAST_REPLAY}
+ ORDER BY p.n
+"""  # noqa: S608
+
+# The deliveries of the events $6 in the lanes $7: from their batches, from replays and from
+# backfills.  As in `delivery_counts`, with index lookups only.
+FIND_BY_EVENTS = f"""
+WITH wanted AS MATERIALIZED (
+    SELECT w.id, b.batch, b.lanes
+      FROM unnest($6::bigint[]) AS w(id)
+     CROSS JOIN LATERAL (
+           SELECT batch, young @> w.id AS late
+             FROM batch WHERE high >= w.id ORDER BY high, batch LIMIT 1) passed
+     CROSS JOIN LATERAL (
+           SELECT batch, lanes FROM batch WHERE NOT passed.late AND batch = passed.batch
+            UNION ALL
+          (SELECT batch, lanes FROM batch
+            WHERE passed.late AND batch > passed.batch
+              AND NOT isempty(found) AND found @> w.id ORDER BY batch LIMIT 1)) b),
+scanned AS MATERIALIZED (
+    SELECT d.* FROM (
+        SELECT d.*
+          FROM wanted w CROSS JOIN LATERAL unnest(w.lanes) AS lane(id)
+         CROSS JOIN LATERAL (
+               SELECT lane_id, batch, seq, outbox_id, backfill_id, copy_id FROM delivery
+                WHERE lane_id = lane.id AND batch = w.batch AND outbox_id = w.id
+                  AND replay_id IS NULL AND backfill_id IS NULL OFFSET 0) d
+         WHERE ($7::bigint[] IS NULL OR lane.id = ANY ($7))
+         UNION ALL
+        SELECT d.* FROM wanted w CROSS JOIN LATERAL (
+               SELECT lane_id, batch, seq, outbox_id, backfill_id, copy_id FROM delivery_run
+                WHERE outbox_id = w.id AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL)
+                  AND ($7::bigint[] IS NULL OR lane_id = ANY ($7))
+               OFFSET 0) d) d),
+{_matched("k.outbox_id DESC, k.batch DESC, k.lane_id, k.seq")}
+SELECT lane_id, batch, seq, outbox_id, backfill_id, copy_id FROM matched
+ ORDER BY outbox_id DESC, batch DESC, lane_id, seq
+"""  # noqa: S608
