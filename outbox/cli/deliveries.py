@@ -66,7 +66,7 @@ def _values(row: DeliveryRow) -> list[Any]:
     ]
 
 
-def _show(page: DeliveryPage, *, endpoint: str | None) -> None:
+def _show(page: DeliveryPage, *, endpoint: str | None, limit: int) -> None:
     left_out = {"endpoint"} if endpoint is not None else set()
     if all(row.key is None for row in page.deliveries):
         left_out.add("key")
@@ -74,13 +74,13 @@ def _show(page: DeliveryPage, *, endpoint: str | None) -> None:
     emit_table(
         [_COLUMNS[i] for i in shown],
         [[values[i] for i in shown] for values in map(_values, page.deliveries)],
-        "no deliveries" if page.next is None else "none among those that were scanned",
+        "no deliveries" if page.next is None else "none among those that were searched",
     )
-    for note in _notes(page):
+    for note in _notes(page, limit):
         echo(note, err=True)
 
 
-def _notes(page: DeliveryPage) -> list[str]:
+def _notes(page: DeliveryPage, limit: int) -> list[str]:
     """What a page does not show."""
     notes = []
     if page.ranges:
@@ -89,10 +89,12 @@ def _notes(page: DeliveryPage) -> list[str]:
             "together; see outbox dead list"
         )
     if page.next is not None:
-        back = "" if page.scanned_back_to is None else f" back to {cell(page.scanned_back_to)}"
-        notes.append(
-            f"scanned {count(page.scanned, 'delivery')}{back}; next page: --after {page.next}"
-        )
+        older = "older deliveries exist"
+        if len(page.deliveries) < limit and page.scanned_back_to is not None:
+            older = (
+                f"searched {count(page.scanned, 'delivery')} back to {cell(page.scanned_back_to)}"
+            )
+        notes.append(f"{older}; next page: --after {page.next}")
     elif page.removed is not None:
         notes.append(
             f"deliveries that were sequenced before {cell(page.removed.before)} were removed by "
@@ -204,7 +206,7 @@ def command(
     if as_json:
         emit_json(page)
     else:
-        _show(page, endpoint=endpoint)
+        _show(page, endpoint=endpoint, limit=limit)
 
 
 async def _follow(settings: Settings, follower: DeliveryFollower, *, as_json: bool) -> None:

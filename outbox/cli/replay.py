@@ -24,6 +24,7 @@ from outbox.core.model.text import count
 from outbox.operations.criteria import Criteria
 from outbox.operations.replays import backfill
 from outbox.operations.replays import jobs as replay_jobs
+from outbox.operations.replays.chosen import find_chosen
 from outbox.operations.rows import ID_MAX
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def _flags(job: ReplayJob) -> str:
         ("since", job.since and f"{job.since.astimezone():%Y-%m-%dT%H:%M:%S%z}"),
         ("until", job.until and f"{job.until.astimezone():%Y-%m-%dT%H:%M:%S%z}"),
     ]
-    return " ".join(f"--{name} {value}" for name, value in flags if value)
+    text = " ".join(f"--{name} {value}" for name, value in flags if value)
+    return text if job.events is None else f"{text}, {count(job.events, 'chosen event')}"
 
 
 def _state(job: ReplayJob) -> str:
@@ -112,6 +114,8 @@ def _show(job: ReplayJob) -> None:
 Examples:
   outbox replay --endpoint billing --since 2h --dry-run
   outbox replay --endpoint billing --since 2026-01-31T12:00Z --type "order.*" --rate 50
+  outbox replay --endpoint billing --event 2c38a0a4-1216-4a73-93bd-713c3f7ee0e5
+  outbox replay --endpoint billing --key order-7
   outbox replay list
   outbox replay abort 7
 
@@ -127,6 +131,15 @@ To replay dead letters: outbox dead replay
     multiple=True,
     help="Only subscribed types that also match this; repeatable.",
 )
+@click.option("--tenant", metavar="NAME", help="Only events of this tenant.")
+@click.option(
+    "--event",
+    "events",
+    metavar="ID",
+    multiple=True,
+    help="Only this event: an event id, X-Delivery, idempotency key or outbox id; repeatable.",
+)
+@click.option("--key", metavar="KEY", help="Only the events with this ordering key.")
 @progress.rate_option
 @click.option("--dry-run", is_flag=True, help="Only count them; change nothing.")
 @progress.wait_option
@@ -140,28 +153,35 @@ def command(
     since: When | None,
     until: When | None,
     types: tuple[str, ...],
+    tenant: str | None,
+    events: tuple[str, ...],
+    key: str | None,
     rate_per_s: float | None,
     dry_run: bool,
     wait: bool | None,
     as_json: bool,
 ) -> None:
-    """Replay the events that were published since some time to an endpoint.
+    """Send past events to an endpoint: those since some time, or chosen ones.
 
     The events are selected by the endpoint's current subscription, and appended to
     its lanes in the order of publication. Live events have priority. Every delivery
     has a new sequence number and a new X-Delivery, so receivers process it as a new
-    one; its body has the field "backfill".
+    one, even if they have processed the event before; its body has the field
+    "backfill".
     """
     if ctx.invoked_subcommand is not None:
         return
-    if endpoint is None or since is None:
+    if endpoint is None or (since is None and not events and key is None):
         raise click.UsageError(
-            "give --endpoint NAME and --since TIME, or a command: list, show or abort", ctx
+            "give --endpoint NAME and one of --since TIME, --event ID or --key KEY; or a command: "
+            "list, show or abort",
+            ctx,
         )
 
-    history = Criteria(endpoint, types, since=since, until=until)
+    history = Criteria(endpoint, types, tenant=tenant, since=since, until=until)
+    outbox_ids = run_operation(settings, find_chosen, history, events=events, key=key)
     if dry_run:
-        plan = run_operation(settings, backfill.plan_backfill, history)
+        plan = run_operation(settings, backfill.plan_backfill, history, outbox_ids=outbox_ids)
         if as_json:
             emit_json(plan)
         else:
@@ -172,7 +192,12 @@ def command(
     async def start(connection: Connection[Any]) -> tuple[ReplayJob, int]:
         schema = settings.schema_name
         job_id = await backfill.request_backfill(
-            connection, schema, history, actor=actor(), rate_per_s=rate_per_s
+            connection,
+            schema,
+            history,
+            actor=actor(),
+            rate_per_s=rate_per_s,
+            outbox_ids=outbox_ids,
         )
         return await replay_jobs.get_job(connection, schema, job_id), job_id
 

@@ -702,7 +702,8 @@ def test_a_replay_job_is_listed_shown_and_aborted(here: Command, database: Datab
     unsaid = here("replay")
     assert unsaid.code == 2
     assert (
-        "give --endpoint NAME and --since TIME, or a command: list, show or abort" in unsaid.error
+        "give --endpoint NAME and one of --since TIME, --event ID or --key KEY; or a command"
+        in unsaid.error
     )
     unknown = here("replay", "--endpoint", "x", "--since", "1h")
     assert unknown.error == 'there is no endpoint "x"; see: outbox endpoint list'

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
+from outbox.operations.deliveries import walk
 from outbox.operations.deliveries.model import DeliveryPosition
 from tests.support import process
 from tests.support.relay import (
@@ -67,16 +68,22 @@ def test_a_row_is_a_delivery(database: Database, here: Command) -> None:
     assert len(here("deliveries", "--key", "order-7", "--json").json["deliveries"]) == 3
 
 
-def test_what_is_not_shown_is_reported(database: Database, here: Command) -> None:
+def test_what_is_not_shown_is_reported(
+    database: Database, here: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asyncio.run(add_endpoint(database))
     asyncio.run(deliver(database, "well", "well"))
     page = here("deliveries", "shop", "--limit", 1)
     note, position = page.err.rsplit(" ", 1)
-    assert note.startswith("scanned 2 deliveries back to 2")
+    assert note == "older deliveries exist; next page: --after"
     assert DeliveryPosition.parse(position.strip()).seq == 2
     rest = here("deliveries", "shop", "--after", position.strip())
     assert (rest.out.count("delivered"), rest.err) == (1, "")
     assert here("deliveries", "shop", "--failed").out == "no deliveries\n"
+    monkeypatch.setattr(walk, "SCANNED_MAX", 1)
+    searched = here("deliveries", "shop", "--type", "x.y")
+    assert searched.out == "none among those that were searched\n"
+    assert searched.err.startswith("searched 1 delivery back to 2")
     letter = """
         INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, reason, attempts)
         SELECT endpoint_id, id, 1, 3, 9, 'disabled', 0 FROM lane RETURNING 1"""

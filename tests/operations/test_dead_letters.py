@@ -378,7 +378,7 @@ async def test_dead_letters_are_counted_by_state(database: Database, db: Connect
     assert await counted(endpoint="two") == other
 
 
-async def test_dead_letters_selected_by_id_must_be_replayable(
+async def test_what_cannot_be_replayed_is_skipped_and_blocks_no_other(
     database: Database, db: Connection[Any]
 ) -> None:
     one, off, gone = [await add_endpoint(database, name) for name in ("one", "it is off", "gone")]
@@ -402,15 +402,28 @@ async def test_dead_letters_selected_by_id_must_be_replayable(
         ),
         (removed, 'belongs to the endpoint "gone", which was removed'),
     ):
-        # All or none: the good one beside it is left alone, too.
         with pytest.raises(UsageError, match=f"dead letter {dead_id} {says}"):
             await replays.start_replay(
-                db, "relay", DeadLetterSelection(ids=(first, dead_id)), actor="test"
+                db, "relay", DeadLetterSelection(ids=(dead_id,)), actor="test"
             )
-    with pytest.raises(NotFound, match="there is no dead letter 99; see: outbox dead list"):
-        await replays.start_replay(db, "relay", DeadLetterSelection(ids=(first, 99)), actor="test")
+    # Another state is a mistake in the selection: nothing is replayed.
+    for wrong, error in ((second, UsageError), (99, NotFound)):
+        with pytest.raises(error, match=f"dead letter {wrong}"):
+            await replays.start_replay(
+                db, "relay", DeadLetterSelection(ids=(first, wrong)), actor="test"
+            )
     assert await db.fetchval("SELECT count(*) FROM replay") == 0
-    await replays.start_replay(db, "relay", DeadLetterSelection(ids=(first,)), actor="test")
+    chosen = DeadLetterSelection(ids=(first, third, disabled, removed))
+    planned = await replays.start_replay(db, "relay", chosen, actor="test", dry_run=True)
+    report = await replays.start_replay(db, "relay", chosen, actor="test")
+    for found in (planned, report):
+        assert found.by_endpoint == {"one": 1}
+        assert found.skipped == {"erased": 1, "disabled": 1, "removed": 1}
+    replayed = await db.fetch("SELECT id, state FROM dead_letter ORDER BY id")
+    assert {row["id"] for row in replayed if row["state"] == "replaying"} == {first}
+    assert await db.fetchval("SELECT array_agg(dead_id) FROM replay") == [first]
+    parts = await db.fetch("SELECT endpoint_id, expected FROM replay_job_endpoint")
+    assert [tuple(row) for row in parts] == [(one.id, 1)]
     with pytest.raises(UsageError, match=f"dead letter {first} is being replayed already"):
         await replays.start_replay(db, "relay", DeadLetterSelection(ids=(first,)), actor="test")
     with pytest.raises(UsageError, match=f"dead letter {first} is being replayed already"):

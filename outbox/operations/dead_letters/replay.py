@@ -1,6 +1,6 @@
 """Replay of dead letters.
 
-Dead letters selected by id are replayed at once, and each can be rejected individually.  Criteria
+Dead letters selected by id are replayed at once; those that cannot be are skipped.  Criteria
 create a replay job in constant time, independent of the number of dead letters; the
 leader processes it in chunks, at a rate that leaves capacity to live events.
 """
@@ -142,8 +142,9 @@ async def start_replay(
 ) -> ReplayReport:
     """Replay dead letters: add new deliveries at the end of their lanes, behind live events.
 
-    Each delivery of a range is replayed, in order, interleaved with other events.  A dead letter
-    selected by id must be replayable; a selection by criteria skips those that are not.
+    Each delivery of a range is replayed, in order, interleaved with other events.  What cannot be
+    replayed is skipped, and counted in the report: dead letters that are erased, or of endpoints
+    that are disabled or removed.
 
     Args:
         rate_per_s: maximum rate in deliveries per second; None: no limit.
@@ -152,8 +153,8 @@ async def start_replay(
 
     Raises:
         NotFound: an id or endpoint does not exist.
-        Conflict: a dead letter selected by id is erased, not dead, or of a disabled or removed
-            endpoint; or there are more than were counted.
+        Conflict: a dead letter selected by id is not dead; none of those selected by id can be
+            replayed; or there are more than were counted.
     """
     candidates: list[ReplayCandidates] = []
     if dry_run or not selection.ids:
@@ -171,13 +172,16 @@ async def start_replay(
             return _report(candidates, None)
 
     async def plan(change: Change) -> list[ReplayCandidates]:
-        ids, criteria = sorted(set(selection.ids)), selection.criteria
+        criteria = selection.criteria
+        ids = await choose_dead(change.db, selection.ids, to_replay=True)
         found = candidates or await find_candidates(change.db, selection, to_replay=True)
         # An event that is erased meanwhile still gets a part, as its id is in the list.
-        some = [each for each in found if each.replayable or ids]
+        some = [each for each in found if each.replayable or (ids and each.reason == "erased")]
         # Those selected by id are replayed already, so their part has an empty id range.
         ranges = [
-            JobRange(e.endpoint_id, *((1, 0) if ids else (e.first_id, e.last_id)), e.numbers)
+            JobRange(e.endpoint_id, 1, 0, e.numbers - e.skipped)
+            if ids
+            else JobRange(e.endpoint_id, e.first_id, e.last_id, e.numbers)
             for e in some
         ]
         add_job(change, "dead", criteria, ranges, rate_per_s=rate_per_s)
@@ -204,14 +208,13 @@ async def find_candidates(
     """Count the dead letters that a selection includes, by endpoint.
 
     Args:
-        to_replay: whether those selected by id must not only be `dead`, but replayable.
+        to_replay: see `choose_dead`.
 
     Raises:
         NotFound: an id or endpoint does not exist.
-        Conflict: a dead letter selected by id has another state, or is not replayable.
+        Conflict: as in `choose_dead`.
     """
-    if selection.ids:
-        await _require_dead(connection, selection.ids, to_replay=to_replay)
+    await choose_dead(connection, selection.ids, to_replay=to_replay)
     only = selection.criteria
     endpoint_ids = await find_endpoint_ids(connection, only.endpoint, only.owner)
     rows = await connection.fetch(
@@ -258,20 +261,36 @@ def _report(
     return ReplayReport(dry_run, sum(todo.values()), todo, dict(skipped), job)
 
 
-async def _require_dead(
+async def choose_dead(
     connection: Connection[Any], ids: Sequence[int], *, to_replay: bool
-) -> None:
+) -> list[int]:
+    """Choose dead letters by id; all of them must be `dead`.
+
+    Args:
+        to_replay: whether they are to be replayed, which not all of them can be.
+
+    Returns:
+        Their ids, in order; to be replayed, only those that can be.
+
+    Raises:
+        NotFound: an id does not exist.
+        Conflict: one has another state; or none of them can be replayed.
+    """
+    if not ids:
+        return []
     rows = await connection.fetch(READ_DEAD, sorted(set(ids)))
     if missing := set(ids) - {row["id"] for row in rows}:
         raise dead_letter_not_found(min(missing))
     for row in rows:
         if row["state"] == "replaying":
             raise await _replay_conflict(connection, row["id"])
-        reason = "was discarded" if row["state"] == "discarded" else None
-        if reason is None and to_replay:
-            reason = _explain_not_replayable(row)
-        if reason is not None:
-            raise Conflict(f"dead letter {row['id']} {reason}")
+        if row["state"] == "discarded":
+            raise Conflict(f"dead letter {row['id']} was discarded")
+    obstacles = {row["id"]: _explain_not_replayable(row) if to_replay else None for row in rows}
+    if all(obstacles.values()):
+        first, reason = next(iter(obstacles.items()))
+        raise Conflict(f"dead letter {first} {reason}")
+    return [id_ for id_, obstacle in obstacles.items() if obstacle is None]
 
 
 async def _replay_conflict(connection: Connection[Any], dead_id: int) -> Conflict:

@@ -123,7 +123,10 @@ def _delivery(row: Record) -> DeliveryRow:
         x_delivery = delivery_id(
             row["endpoint_id"], row["outbox_id"], row["event"], row["backfill_id"]
         )
-    return from_row(DeliveryRow, row, delivery=x_delivery)
+    elapsed_ms = row["elapsed_ms"]
+    if elapsed_ms is not None:
+        elapsed_ms = round(elapsed_ms, 3)  # It is stored with half the precision.
+    return from_row(DeliveryRow, row, delivery=x_delivery, elapsed_ms=elapsed_ms)
 
 
 def filter_arguments(only: DeliveryFilter) -> tuple[Any, ...]:

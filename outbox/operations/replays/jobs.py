@@ -40,10 +40,10 @@ ADD_JOB = WriteStatement(
     "add_replay_job",
     """
 INSERT INTO replay_job (id, kind, endpoint, types, tenant, reason, since, until, rate_per_s,
-                        requested_by, gaps)
+                        requested_by, outbox_ids, gaps)
 OVERRIDING SYSTEM VALUE
 SELECT setval('replay_job_id_seq', first_generation((SELECT coalesce(max(id), 0) FROM replay_job))),
-       kind, endpoint, types, tenant, reason, since, until, rate_per_s, requested_by, $2
+       kind, endpoint, types, tenant, reason, since, until, rate_per_s, requested_by, outbox_ids, $2
   FROM jsonb_populate_record(NULL::replay_job, $1::text::jsonb)
 """,
 )
@@ -65,7 +65,8 @@ READ_NEW_JOB = "SELECT (data ->> 'job')::bigint FROM journal WHERE request = $1"
 # not known in advance; of dead letters in deliveries.
 _JOBS = """
 SELECT j.id, j.kind, j.state, j.endpoint, j.types, j.tenant, j.reason, j.since, j.until,
-       j.rate_per_s, j.requested_at, j.requested_by, j.ended_at, p.*,
+       cardinality(j.outbox_ids) AS events, j.rate_per_s, j.requested_at, j.requested_by,
+       j.ended_at, p.*,
        CASE WHEN j.kind = 'dead' THEN p.taken + p.erased ELSE p.passed END AS done,
        CASE WHEN j.kind = 'dead' THEN p.expected ELSE p.covered END AS all
   FROM replay_job j
@@ -131,6 +132,8 @@ class ReplayJob:
     reason: str | None
     since: datetime | None
     until: datetime | None
+    events: int | None
+    """Number of chosen events; None: all that the selection includes."""
     rate_per_s: float | None
     requested_at: datetime
     requested_by: str
@@ -165,6 +168,7 @@ def add_job(
     *,
     rate_per_s: float | None,
     gaps: Sequence[Any] = (),
+    outbox_ids: Sequence[int] | None = None,
 ) -> None:
     """Add a replay job; its id is that of NEW_JOB in the statements after it.
 
@@ -172,8 +176,14 @@ def add_job(
 
     Args:
         gaps: the ranges of ids that a backfill excludes.
+        outbox_ids: the only events that a backfill includes; None: all.
     """
-    row = {"kind": kind, "rate_per_s": rate_per_s, "requested_by": change.actor}
+    row = {
+        "kind": kind,
+        "rate_per_s": rate_per_s,
+        "requested_by": change.actor,
+        "outbox_ids": outbox_ids,
+    }
     change.write_early(ADD_JOB, document(row | criteria.journal_data), list(gaps))
     columns = ([getattr(each, name) for each in ranges] for name in JobRange.__slots__)
     change.write_early(ADD_PARTS, *columns)

@@ -215,8 +215,12 @@ SELECT p.last_id, o.id, o.tenant, o.type, {key_hash("o.key", "o.id")} AS key_has
   FROM (SELECT * FROM replay_job_endpoint WHERE job_id = $1 AND endpoint_id = $2 LIMIT 1) p
   JOIN replay_job s ON s.id = p.job_id AND s.state = 'running'
   LEFT JOIN LATERAL (
-       SELECT id, tenant, type, key, created_at FROM outbox
-        WHERE id >= p.next_id AND id <= p.last_id ORDER BY id LIMIT $3) o ON true
+       (SELECT id, tenant, type, key, created_at FROM outbox
+         WHERE s.outbox_ids IS NULL AND id >= p.next_id AND id <= p.last_id ORDER BY id LIMIT $3)
+        UNION ALL
+       (SELECT id, tenant, type, key, created_at FROM outbox
+         WHERE id = ANY (s.outbox_ids) AND id >= p.next_id AND id <= p.last_id
+         ORDER BY id LIMIT $3)) o ON true
  ORDER BY o.id
 """  # noqa: S608
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StrictBool
+from pydantic import Field, StrictBool, model_validator
 
 from outbox.operations.criteria import Criteria
 from outbox.operations.replays import backfill
 from outbox.operations.replays import jobs as replay_jobs
 from outbox.operations.replays.backfill import BackfillPlan
+from outbox.operations.replays.chosen import CHOSEN_EVENTS_MAX, find_chosen
 from outbox.operations.replays.jobs import JobState, ReplayJob
 from outbox.operations.rows import ID_MAX
 from outbox_api import route, tenancy
-from outbox_api.field_types import Name
+from outbox_api.field_types import Name, Text
 from outbox_api.redaction import redactor_for
 from outbox_api.request_parsing import IdPaging, TimeOrAge
 from outbox_api.route import (
@@ -24,6 +25,7 @@ from outbox_api.route import (
     RequestModel,
     TenantAccess,
     TypePatterns,
+    at_most,
     id_cursor,
     page_of_rows,
 )
@@ -34,21 +36,37 @@ class ReplaysQuery(IdPaging):
 
 
 class BackfillBody(RequestModel):
-    """History to send to an endpoint, in order, at the end of its lanes."""
+    """Past events to send to an endpoint, in order, at the end of its lanes: those since some
+    time, or chosen ones.
+
+    Each delivery has a new X-Delivery, so receivers process it as a new one.
+    """
 
     example: ClassVar = {"endpoint": "shop", "since": "2h", "rate": 50}
 
     endpoint: Name
-    since: TimeOrAge
-    """Published at this time or later."""
+    since: TimeOrAge | None = None
+    """Published at this time or later.  Needed without `events` and `key`."""
     until: TimeOrAge | None = None
     """Published before this time."""
     type: TypePatterns = ()
     """Restrict to types that match, in addition to the endpoint's subscription."""
+    tenant: Name | None = None
+    """Only events of this tenant."""
+    events: Annotated[tuple[Text, ...], at_most(CHOSEN_EVENTS_MAX)] = ()
+    """Only these events: an event id, X-Delivery, idempotency key or outbox id each."""
+    key: Text | None = None
+    """Only the events with this ordering key."""
     rate: Annotated[float, Field(gt=0, strict=True)] | None = None
     """Maximum rate, in deliveries per second."""
     dry_run: StrictBool = False
     """Count only."""
+
+    @model_validator(mode="after")
+    def _is_selective(self) -> BackfillBody:
+        if self.since is None and not self.events and self.key is None:
+            raise ValueError("give since, events or key")
+        return self
 
 
 @route.get(
@@ -78,7 +96,7 @@ async def _show(call: Call[NoQuery, None]) -> ReplayJob:
 
 @route.post(
     "/v1/replays",
-    "Start a backfill: send an endpoint its history",
+    "Start a backfill: send an endpoint its history, or chosen events again",
     scope="operate",
     tenants=TenantAccess.NARROWED,
     responses={201: ReplayJob, 200: BackfillPlan},
@@ -86,10 +104,18 @@ async def _show(call: Call[NoQuery, None]) -> ReplayJob:
 async def _start_backfill(call: Call[NoQuery, BackfillBody]) -> Any:
     body = call.body
     await tenancy.require_endpoint(call.db, call.tenant, body.endpoint)
-    history = Criteria(body.endpoint, body.type, since=body.since, until=body.until)
+    tenant = tenancy.resolve_tenant(call.tenant, body.tenant)
+    history = Criteria(body.endpoint, body.type, tenant=tenant, since=body.since, until=body.until)
+    chosen = await call.run(find_chosen, history, events=body.events, key=body.key)
     if body.dry_run:
-        return await call.run(backfill.plan_backfill, history)
-    job = await call.run(backfill.request_backfill, history, actor=call.actor, rate_per_s=body.rate)
+        return await call.run(backfill.plan_backfill, history, outbox_ids=chosen)
+    job = await call.run(
+        backfill.request_backfill,
+        history,
+        actor=call.actor,
+        rate_per_s=body.rate,
+        outbox_ids=chosen,
+    )
     redactor = await redactor_for(call)
     return Reply(redactor.redact_job(await call.run(replay_jobs.get_job, job)), 201)
 

@@ -215,8 +215,32 @@ async def test_a_backfill_replays_past_events(database: Database, api: Api) -> N
     assert (await api.get(f"/v1/replays/{done.json['id']}")).json["taken"] == 2
 
 
+async def test_chosen_events_are_sent_again(database: Database, api: Api) -> None:
+    network = Network()
+    await add_endpoint(database, "shop")
+    async with running(database, network):
+        await publish(database, 1, 2, 3, key="k")
+        await publish(database, 4)
+        await all_ended(database)
+        rows = (await api.get("/v1/endpoints/shop/deliveries")).json["items"]
+        asked = {"endpoint": "shop", "events": [rows[0]["delivery"], rows[2]["event"]]}
+        dry = await api.post("/v1/replays", {**asked, "dry_run": True})
+        assert (dry.json["deliveries"], dry.json["events"]) == (2, 2)
+        done = await api.post("/v1/replays", asked)
+        assert (done.status, done.json["events"]) == (201, 2)
+        await all_ended(database)
+        await api.post("/v1/replays", {"endpoint": "shop", "key": "k"})
+        await all_ended(database)
+    assert network.data() == [1, 2, 3, 4, 2, 4, 1, 2, 3]
+
+
 INVALID_BACKFILLS = (
     ({"endpoint": "shop"}, 422),
+    ({"endpoint": "shop", "events": []}, 422),
+    ({"endpoint": "shop", "events": ["1"] * 1001}, 422),
+    ({"endpoint": "shop", "events": ["1"], "key": "k"}, 422),
+    ({"endpoint": "shop", "events": ["nothing"]}, 404),
+    ({"endpoint": "shop", "key": "nothing"}, 404),
     ({"since": "1h"}, 422),
     ({"endpoint": "nobody", "since": "1h"}, 404),
     ({"endpoint": "shop", "since": "1h", "until": "2h"}, 422),

@@ -312,6 +312,12 @@ TABLE: tuple[Row, ...] = (
         )
         for dry in BOTH
     ),
+    # The event must be the caller's own, too.
+    owner(
+        "POST /v1/replays",
+        "operate",
+        body={"endpoint": "acme-shop", "events": ["{event}"], "dry_run": True},
+    ),
     owner("POST /v1/replays/{id}/abort", "operate", changes=True),
     *(
         row

@@ -108,6 +108,9 @@ class Step:
             event = str(await fetchval(database, FIRST_EVENT))
             path = path.replace("{event}", event)
             query = {name: event if value == "{event}" else value for name, value in query.items()}
+        if "{delivery}" in path:
+            (row,) = (await api.get("/v1/endpoints/shop/deliveries", limit=1)).json["items"]
+            path = path.replace("{delivery}", row["delivery"])
         return await api.request(self.method, path, fill(body), **query)
 
 
@@ -131,6 +134,9 @@ WALK = (
     _read("/v1/events"),
     _read("/v1/future-events"),
     _read("/v1/trace/{event}", "/v1/trace/{id}"),
+    _read("/v1/endpoints/shop/deliveries", "/v1/endpoints/{name}/deliveries", failed=True),
+    _read("/v1/deliveries", event="{event}"),
+    _read("/v1/deliveries/{delivery}", "/v1/deliveries/{id}"),
     _read("/v1/history"),
     _read("/v1/endpoint-histories"),
     _read("/v1/dead-letters"),

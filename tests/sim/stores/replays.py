@@ -57,7 +57,7 @@ async def start_replay(
             return _report(found, None)
 
     async def plan(change: Change) -> list[ReplayCandidates]:
-        ids = sorted(set(selection.ids))
+        ids = await choose_dead(change.db, selection.ids, to_replay=True)
         candidates = found or await find_candidates(change.db, selection, to_replay=True)
         some = [each for each in candidates if each.reason is None]
         # Those with ids have their replays already.
@@ -92,7 +92,9 @@ def add_job(
     *,
     rate_per_s: float | None,
     gaps: Sequence[Range] = (),
+    outbox_ids: Sequence[int] | None = None,
 ) -> None:
+    assert outbox_ids is None
     row: Row = {"kind": kind, "endpoint": criteria.endpoint, "since": criteria.since}
     row |= {"rate_per_s": rate_per_s, "requested_by": change.actor, "gaps": gaps}
     change.write_early(add_replay_job, row)
@@ -108,12 +110,13 @@ def write_dead_letter_state(change: Change, ids: Sequence[int], state: str) -> N
 async def find_candidates(
     connection: Connection, selection: DeadLetterSelection, *, to_replay: bool
 ) -> list[ReplayCandidates]:
-    if selection.ids:
-        await _require_dead(connection, selection.ids, to_replay=to_replay)
+    await choose_dead(connection, selection.ids, to_replay=to_replay)
     return await connection.call(count_selected, selection.ids)
 
 
-async def _require_dead(connection: Connection, ids: Sequence[int], *, to_replay: bool) -> None:
+async def choose_dead(connection: Connection, ids: Sequence[int], *, to_replay: bool) -> list[int]:
+    if not ids:
+        return []
     rows = await connection.call(read_dead, sorted(set(ids)))
     if missing := set(ids) - {row["id"] for row in rows}:
         raise NotFound(f"there is no dead letter {min(missing)}")
@@ -122,8 +125,10 @@ async def _require_dead(connection: Connection, ids: Sequence[int], *, to_replay
             await connection.call(read_last_replay)
         if row["state"] != "dead":
             raise Conflict(f"dead letter {row['id']} is {row['state']}")
-        if to_replay and row["endpoint_state"] in UNAVAILABLE:
-            raise Conflict(f"the endpoint of dead letter {row['id']} is {row['endpoint_state']}")
+    found = [row["id"] for row in rows if not (to_replay and row["endpoint_state"] in UNAVAILABLE)]
+    if not found:
+        raise Conflict("the endpoints of all of them are not available")
+    return found
 
 
 def _report(found: Sequence[ReplayCandidates], job: int | None) -> ReplayReport:
