@@ -28,6 +28,10 @@ from outbox.core.sequencing.gaps import CursorChange
 from outbox.core.sequencing.router import Deliveries
 from outbox.operations import lane_history, status
 from outbox.operations.dead_letters import queries as dead
+from outbox.operations.deliveries import statements as log_statements
+from outbox.operations.deliveries import walk
+from outbox.operations.deliveries.model import NEWEST as NEWEST_DELIVERY
+from outbox.operations.deliveries.model import DeliveryFilter, StatusRange
 from outbox.operations.endpoints import queries as endpoints
 from outbox.operations.endpoints import statuses
 from outbox.operations.events import delivery_counts
@@ -724,6 +728,60 @@ async def _dead_show(log: LongLog) -> Case:
     return Case(dead.GET_DEAD, (REPLAYS // 2,), 50, 100)
 
 
+# The delivery log of an endpoint of a hundred lanes, which are equally busy: of each lane the third
+# newest run, and what is in all lanes from the highest of these on.
+
+_PAGE = 101
+
+
+def _log(log: LongLog, statement: str, scanned_max: int, **only: Any) -> Case:
+    lanes = log.lanes_of(1)
+    arguments = (
+        *walk.filter_arguments(DeliveryFilter(**only)),
+        _PAGE,
+        lanes,
+        [0] * len(lanes),
+        [0] * len(lanes),
+        list(NEWEST_DELIVERY),
+        3,
+        scanned_max,
+    )
+    rows, pages = 10 * SLOTS + 2 * scanned_max, 3 * FOUR * SLOTS + 2 * FOUR * scanned_max
+    return Case(
+        statement,
+        arguments,
+        rows,
+        pages,
+        {"delivery_run": range(USED - 2, USED + EMPTY)},
+        before=(PLAN_BY_INDEX,),
+    )
+
+
+async def _log_newest(log: LongLog) -> Case:
+    return _log(log, log_statements.WALK_DELIVERIES, _PAGE)
+
+
+async def _log_of_a_type(log: LongLog) -> Case:
+    return _log(log, log_statements.WALK_DELIVERIES, 300, types=("nothing.*",))
+
+
+async def _log_of_a_status(log: LongLog) -> Case:
+    return _log(log, log_statements.WALK_DELIVERIES, 300, status=StatusRange(202, 202))
+
+
+async def _log_rows(log: LongLog) -> Case:
+    """What a page of a hundred shows: each delivery's lane, endpoint, batch, event and attempt."""
+    async with log.database.connection(server_settings={"search_path": "relay"}) as connection:
+        places = await connection.fetch(
+            "SELECT lane_id, batch, seq, outbox_id, NULL::bigint, NULL::bigint FROM delivery "
+            "WHERE lane_id = ANY ($1) ORDER BY batch DESC LIMIT 100",
+            log.lanes_of(1),
+        )
+    columns = [list(column) for column in zip(*places, strict=True)]
+    rows, pages = 100 * 12, 100 * 8 * FOUR
+    return Case(log_statements.READ_ROWS, columns, rows, pages, before=(PLAN_BY_INDEX,))
+
+
 # What the page requests every two seconds.  A sum over all lanes reads each one's two
 # rows, and at no log; only lanes that are shown are looked for in the log.
 
@@ -783,6 +841,10 @@ COMMANDS = {
         _dead_list_of_one,
         _dead_list_of_what_is_sent_again,
         _dead_show,
+        _log_newest,
+        _log_of_a_type,
+        _log_of_a_status,
+        _log_rows,
         _live_poll,
         _live_states,
         _live_dead_letters,
@@ -818,6 +880,10 @@ async def test_hot_queries_read_few_rows_of_a_long_log(
             # A command connects, asks once and goes: no plan is kept.
             with subtests.test(f"{name}, {known}"):
                 await _check(log, await case(log), {}, generic=False)
+        # The API keeps its connections.
+        for case in (_log_newest, _log_rows):
+            with subtests.test(f"{case.__name__}, {known}, a plan for all arguments"):
+                await _check(log, await case(log), {}, generic=True)
         # It executes a prepared statement per step.
         with subtests.test(f"erasure of events, {known}, a plan for all arguments"):
             await _check(log, await _erasure_of_events(log), {}, generic=True)

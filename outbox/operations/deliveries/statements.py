@@ -206,7 +206,8 @@ WALK_FAILURES = _walk(_NTH_FAILURE, _FAILURES)
 WALK_DEAD = _walk(_NTH_DEAD, _DEAD)
 
 # What a page shows of deliveries: the nearest dead letter at or below a number may be a range that
-# holds it; the attempt is the last one, which for a success may stand in a run.
+# holds it; the attempt is the last one, which for a success may stand in a run.  LIMIT 1: each is
+# looked up, whatever the statistics are.
 READ_ROWS = f"""
 SELECT e.id AS endpoint_id, e.name AS endpoint, p.outbox_id, p.backfill_id,
        coalesce(o.event_id, x.event_id) AS event, coalesce(o.type, x.type) AS type,
@@ -222,10 +223,10 @@ SELECT e.id AS endpoint_id, e.name AS endpoint, p.outbox_id, p.backfill_id,
        a.elapsed_ms, coalesce(a.started_at, d.at, b.at) AS at, b.at AS sequenced_at
   FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[])
        WITH ORDINALITY AS p(lane_id, batch, seq, outbox_id, backfill_id, copy_id, n)
-  JOIN lane l ON l.id = p.lane_id
-  JOIN endpoint e ON e.id = l.endpoint_id
-  JOIN lane_progress g ON g.lane_id = p.lane_id
-  JOIN batch b ON b.batch = p.batch
+ CROSS JOIN LATERAL (SELECT * FROM lane WHERE id = p.lane_id LIMIT 1) l
+ CROSS JOIN LATERAL (SELECT id, name FROM endpoint WHERE id = l.endpoint_id LIMIT 1) e
+ CROSS JOIN LATERAL (SELECT acked_seq FROM lane_progress WHERE lane_id = p.lane_id LIMIT 1) g
+ CROSS JOIN LATERAL (SELECT at FROM batch WHERE batch = p.batch LIMIT 1) b
   LEFT JOIN LATERAL (
        SELECT event_id, type, tenant, key FROM outbox WHERE id = p.outbox_id LIMIT 1) o ON true
   LEFT JOIN LATERAL (
