@@ -1,0 +1,116 @@
+"""Lane backlogs: which lanes of an endpoint are behind, and by what keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.model.ids import lane_name
+from outbox.operations.lanes import LANE_STATE, is_waited_for, retry_state
+from outbox.operations.rows import RowPage, from_row
+from outbox.store.connection.connect import map_errors
+from outbox.store.delivery.endpoints import FIND_ID, endpoint_not_found
+from outbox.store.retention.erasure import PLAN_BY_INDEX
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+KEYED_DELIVERIES_MAX = 200
+"""The first pending deliveries of a lane whose keys are counted."""
+
+# Of each lane with pending deliveries, the first one, and the most frequent key of the first ones.
+# OFFSET 0 keeps it an index lookup in each lane.
+READ_BACKLOGS = f"""
+WITH lanes AS MATERIALIZED ({LANE_STATE} WHERE l.endpoint_id = $1),
+waited_for AS MATERIALIZED (
+    SELECT min(o.generation) AS generation FROM lanes o JOIN endpoint e ON e.id = o.endpoint_id
+     WHERE {is_waited_for("o")})
+SELECT s.endpoint_id, s.generation, s.slot, s.acked_seq, s.last_seq - s.acked_seq AS pending,
+       s.attempts, s.spent, s.next_attempt_at, NULL::text AS last_response, s.retry_seq,
+       b.seq IS NOT NULL AS blocked,
+       coalesce(s.generation > (SELECT generation FROM waited_for), false) AS waits,
+       first.event_id AS event, first.type, first.key,
+       extract(epoch FROM clock_timestamp() - first.created_at)::float8 AS oldest_s,
+       counted.key AS most_frequent_key, counted.deliveries AS of_key, counted.total AS counted
+  FROM (SELECT * FROM lanes WHERE last_seq > acked_seq
+         ORDER BY last_seq - acked_seq DESC, generation, slot LIMIT $2) s
+  LEFT JOIN lane_block b ON b.lane_id = s.lane_id
+  LEFT JOIN LATERAL (
+       SELECT o.event_id, o.type, o.key, o.created_at
+         FROM (SELECT outbox_id FROM delivery
+                WHERE lane_id = s.lane_id AND batch >= s.floor_batch AND seq > s.acked_seq
+                ORDER BY batch, seq LIMIT 1) d
+         JOIN outbox o ON o.id = d.outbox_id) first ON true
+  LEFT JOIN LATERAL (
+       SELECT k.key, k.deliveries, k.total
+         FROM (SELECT o.key, count(*) AS deliveries, sum(count(*)) OVER ()::bigint AS total
+                 FROM (SELECT outbox_id FROM delivery
+                        WHERE lane_id = s.lane_id AND batch >= s.floor_batch
+                          AND seq > s.acked_seq
+                        ORDER BY batch, seq LIMIT {KEYED_DELIVERIES_MAX}) d
+                 JOIN outbox o ON o.id = d.outbox_id
+                GROUP BY o.key) k
+        WHERE k.key IS NOT NULL
+        ORDER BY k.deliveries DESC, k.key LIMIT 1) counted ON true
+ ORDER BY pending DESC, s.generation, s.slot
+"""  # noqa: S608 (constants only)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneBacklog:
+    """A lane with pending deliveries."""
+
+    lane: str
+    pending: int
+    oldest_s: float | None
+    """Age of the first pending event, in seconds; None: the event is gone."""
+    sequence: int
+    """Sequence number of the first pending delivery, like its event, type and key."""
+    event: UUID | None
+    type: str | None
+    key: str | None
+    attempts: int
+    """Attempts of the first pending delivery that failed, probes included."""
+    probes: int
+    blocked: bool
+    """A dead letter blocks the lane until an operator decides."""
+    waits: bool
+    """Lanes of an older generation are delivered first."""
+    most_frequent_key: str | None
+    """The one that most of the first pending deliveries have; None: they have no keys."""
+    of_key: int | None
+    """Number of deliveries with this key, of the `counted` ones."""
+    counted: int | None
+
+
+async def list_backlogs(
+    connection: Connection[Any], schema: str, name: str, *, limit: int = 100
+) -> RowPage[LaneBacklog]:
+    """List the lanes of an endpoint that have pending deliveries, the longest backlog first.
+
+    Raises:
+        NotFound: no endpoint has this name.
+    """
+    with map_errors(schema):
+        async with connection.transaction(isolation="repeatable_read", readonly=True):
+            await connection.execute(PLAN_BY_INDEX)
+            endpoint_id = await connection.fetchval(FIND_ID, name)
+            if endpoint_id is None:
+                raise await endpoint_not_found(connection, name)
+            rows = await connection.fetch(READ_BACKLOGS, endpoint_id, limit + 1)
+    return RowPage(map(_backlog, rows[:limit]), more=len(rows) > limit)
+
+
+def _backlog(row: Any) -> LaneBacklog:
+    failing = row["retry_seq"] == row["acked_seq"] + 1
+    retry = retry_state(row, failing=failing)
+    return from_row(
+        LaneBacklog,
+        row,
+        lane=lane_name(row["endpoint_id"], row["generation"], row["slot"]),
+        sequence=row["acked_seq"] + 1,
+        attempts=retry["attempts"],
+        probes=retry["probes"],
+    )
