@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,14 @@ def cpu_s(processes: Iterable[psutil.Process]) -> float:
 
 
 def server_cpu_s(server: psutil.Process) -> float:
-    """Return the CPU seconds of a PostgreSQL server with its backends, also of those that ended."""
-    times = server.cpu_times()
-    ended_s = float(times.children_user + times.children_system)
-    return ended_s + cpu_s((server, *server.children()))
+    """Return the CPU seconds of a PostgreSQL server with its backends, also of those that ended.
+
+    Raises:
+        psutil.NoSuchProcess: The server has ended.
+    """
+    while True:
+        times = server.cpu_times()
+        ended_s = float(times.children_user + times.children_system)
+        # A backend that ends meanwhile is one of the ended ones then.
+        with suppress(psutil.NoSuchProcess):
+            return ended_s + cpu_s((server, *server.children()))

@@ -32,6 +32,8 @@ FLOOR = Contestant(
     asked="a loop that reads by id and inserts a row for each delivery; it loses events.",
     soon="the same.",
 )
+FLOOR_LOSES_PER_S = 1000
+"""Events per second of several producers, of which the floor never delivers all."""
 BACKLOG_S = 5
 """What a contestant's backlog takes at least, so a smaller one shows that it cannot keep up."""
 FILE = "cost.md"
@@ -100,11 +102,13 @@ async def run(
 
 
 def _check(load: Load, contestant: Contestant) -> None:
-    """Refuse a contestant that cannot keep up with a steady load.
+    """Refuse a contestant that cannot deliver all of a steady load.
 
     Raises:
-        CannotRun: It is known to deliver fewer per second.
+        CannotRun: It is known to deliver fewer per second, or to lose some.
     """
+    if contestant is FLOOR and (load.per_s or 0) >= FLOOR_LOSES_PER_S:
+        raise CannotRun("it loses events that are committed after those with higher ids")
     most = contestant.jobs / BACKLOG_S
     if load.deliveries_per_s > most:
         raise CannotRun(f"it cannot keep up: its backlog of some seconds is {contestant.jobs:,}")
