@@ -34,7 +34,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('{operator,api}', 'table', 'quota', 'DELETE', NULL),
         ('{relay}', 'function', 'count_idempotency_keys', 'EXECUTE', NULL),
         ('{relay}', 'function', 'remove_lanes', 'EXECUTE', NULL),
-        ('{api}', 'table', 'replay_job', 'INSERT', '{outbox_ids}'),
+        ('{operator,api}', 'table', 'replay_job', 'INSERT', '{outbox_ids}'),
         ('{api}', 'function', 'publish_shared', 'EXECUTE', NULL)
       ) AS added(purposes, kind, name, privilege, of_columns)
      WHERE purpose = ANY (purposes)

@@ -133,6 +133,12 @@ def notes(overview: Overview) -> Iterator[str]:
             )
         if each.alive and each.api_problem:
             yield f"relay {each.name}: {each.api_problem}"
+    for missed in overview.missed:
+        at_least = "at least " if missed.more else ""
+        yield (
+            f"{missed.endpoint}: has missed {at_least}{count(missed.events, 'event')} while it was "
+            f"disabled; to send what it has missed: {missed.replay_command}"
+        )
     for endpoint in overview.endpoints:
         for note in _notes(endpoint, overview.at):
             yield f"{endpoint.name}: {note}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.operations.dead_letters.queries import LAST_REPLAY
+from outbox.operations.endpoints.missed import READ_RECENTLY_MISSED, MissedEvents
 from outbox.operations.endpoints.statuses import READ_STATUSES, EndpointStatus, endpoint_statuses
 from outbox.operations.events.future import HeldEvents, read_held
 from outbox.operations.rows import from_row
@@ -173,6 +174,8 @@ class Overview:
     unaccounted_events: int
     """Events that are missing or superfluous, by a comparison with all ids."""
     replicas: tuple[ReplicaStatus, ...]
+    missed: tuple[MissedEvents, ...]
+    """What endpoints have missed that were enabled within the last day."""
     pending: int
     sequenced: int
     """Deliveries sequenced in all, since installation."""
@@ -205,6 +208,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
             held = await read_held(connection, schema)
             endpoints = await connection.fetch(READ_STATUSES, limit, None)
             dead = await connection.fetch(COUNT_DEAD_LETTERS)
+            missed = await connection.fetch(READ_RECENTLY_MISSED)
             unaccounted: int = await connection.fetchval(COUNT_UNACCOUNTED)
             sequenced: int = await connection.fetchval(COUNT_SEQUENCED)
     seen_at = cursor.pop("seen_at")
@@ -222,6 +226,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
         held=held,
         unaccounted_events=unaccounted,
         replicas=tuple(from_row(ReplicaStatus, row) for row in replicas),
+        missed=tuple(from_row(MissedEvents, row) for row in missed),
         endpoints=await endpoint_statuses(endpoints),
         endpoints_total=endpoints[0]["endpoints_total"] if endpoints else 0,
         dead_letters={row["state"]: row["dead_letters"] for row in dead},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -16,12 +17,15 @@ from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
 from outbox.core.model.retry_policy import PRESETS
 from outbox.errors import NotFound, UsageError
+from outbox.operations import status
+from outbox.operations.criteria import Criteria
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.endpoints import missed
 from outbox.operations.endpoints import queries as endpoints
 from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.operations.endpoints import secrets as endpoint_secrets
 from outbox.operations.endpoints import states as endpoint_states
+from outbox.operations.replays import backfill
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.delivery.endpoints import read_endpoints
@@ -408,6 +412,52 @@ async def test_what_a_disabled_endpoint_missed_begins_with_what_was_not_sequence
     # In a gap, the one after it had been sequenced already, and would be sent again.
     counted = (done.missed, done.sent_again, done.missed_more)
     assert counted == ((1, 1, False) if is_in_a_gap else (2, 0, False))
+    # The status repeats it for a day, with the time of these events alone.
+    (reported,) = (await status.read_overview(db, "relay")).missed
+    assert (reported.endpoint, reported.events, reported.more) == ("shop", counted[0], False)
+    last = missed if is_in_a_gap else later
+    assert reported.since == missed["created_at"]
+    assert reported.until == last["created_at"] + timedelta(microseconds=1)
+    command = f"outbox replay --endpoint shop --since {reported.since.isoformat()} --until "
+    assert reported.replay_command.startswith(command)
+
+
+async def test_the_status_reports_what_was_missed_until_it_is_replayed_and_for_a_day(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database, types=("a.*",))
+    await add_endpoint(database, "other")
+    await db.execute("INSERT INTO batch (batch, high) VALUES (1, 0)")
+    await db.execute("UPDATE endpoint SET state = 'disabled' WHERE name = 'shop'")
+    await db.execute(
+        "UPDATE subscription s SET to_batch = 2 FROM endpoint e "
+        "WHERE e.id = s.endpoint_id AND e.name = 'shop'"
+    )
+    await db.execute("INSERT INTO outbox (type, payload) VALUES ('a.b', '{}'), ('b.c', '{}')")
+    await db.execute("INSERT INTO batch (batch, high) SELECT 2, max(id) FROM outbox")
+
+    async def reported() -> list[tuple[str, int]]:
+        overview = await status.read_overview(db, "relay")
+        return [(each.endpoint, each.events) for each in overview.missed]
+
+    assert await reported() == []
+    await endpoint_states.enable_endpoint(db, "relay", "shop", actor="ann")
+    assert await reported() == [("shop", 1)]
+    # A change of the subscription is no time without one.
+    await endpoint_changes.update_endpoint(
+        db, "relay", "other", lambda settings: replace(settings, types=("c.*",)), actor="ann"
+    )
+    assert await reported() == [("shop", 1)]
+    await db.execute("UPDATE endpoint SET state_at = state_at - interval '2 days'")
+    assert await reported() == []
+    await db.execute("UPDATE endpoint SET state_at = clock_timestamp() - interval '1 h'")
+    # Nothing was sequenced for a day.
+    await db.execute("UPDATE batch SET at = at - interval '2 days'")
+    assert await reported() == [("shop", 1)]
+    await backfill.request_backfill(
+        db, "relay", Criteria("shop", since=timedelta(days=3)), actor="ann"
+    )
+    assert await reported() == []
 
 
 async def test_what_is_missed_is_what_the_endpoint_subscribes_to(

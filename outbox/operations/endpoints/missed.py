@@ -6,6 +6,8 @@ time in which they were published sends them, and what it has got in that time o
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outbox.operations.replays.backfill import FIND_FIRST, FIND_LAST
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 MISSED_COUNTED_MAX = 50_000
 """Events of all types that are looked at, in at most about a second."""
+RECENTLY_ENABLED_MAX, RECENTLY_COUNTED_MAX = 20, 5_000
+"""Endpoints that the status looks at, and events of each."""
 
 # When the events were published that a disabled endpoint has missed: from when it was disabled on,
 # or earlier, because they were not sequenced yet.
@@ -64,6 +68,70 @@ SELECT count(*) FILTER (WHERE is_matching AND is_missed) AS missed,
                SELECT * FROM outbox WHERE id BETWEEN $2 AND $3 ORDER BY id LIMIT $4 + 1) o
          WHERE s.endpoint_id = $1 AND s.to_batch IS NULL) counted
 """  # noqa: S608 (constants only)
+
+
+# What endpoints have missed that were enabled within the last day, and that no backfill was
+# requested for since then.  The batches are those of COUNT_MISSED.
+READ_RECENTLY_MISSED = f"""
+WITH enabled AS MATERIALIZED (
+    SELECT s.*, e.name, gone.high AS gone_high, gone.young AS gone_young, back.high, back.young,
+           back.at
+      FROM subscription s
+      JOIN endpoint e ON e.id = s.endpoint_id AND e.state IN ('active', 'paused')
+     CROSS JOIN LATERAL (
+           SELECT max(to_batch) AS to_batch FROM subscription
+            WHERE endpoint_id = s.endpoint_id) ended
+     CROSS JOIN LATERAL (
+           SELECT high, young FROM batch WHERE batch < ended.to_batch
+            ORDER BY batch DESC LIMIT 1) gone
+     CROSS JOIN LATERAL (
+           SELECT high, young, at FROM batch WHERE batch < s.from_batch
+            ORDER BY batch DESC LIMIT 1) back
+     WHERE s.to_batch IS NULL AND ended.to_batch < s.from_batch
+       AND e.state_at > clock_timestamp() - interval '1 day'
+       AND NOT EXISTS (
+           SELECT FROM replay_job_endpoint p JOIN replay_job j ON j.id = p.job_id
+            WHERE p.endpoint_id = s.endpoint_id AND j.kind = 'history'
+              AND j.requested_at > back.at)
+     ORDER BY s.from_batch DESC LIMIT {RECENTLY_ENABLED_MAX})
+SELECT s.name AS endpoint, m.*
+  FROM enabled s
+ CROSS JOIN LATERAL (
+       SELECT count(*) FILTER (WHERE is_matching) AS events,
+              count(*) > {RECENTLY_COUNTED_MAX} AS more,
+              min(created_at) FILTER (WHERE is_matching) AS since,
+              CASE WHEN count(*) > {RECENTLY_COUNTED_MAX} THEN s.at
+                   ELSE max(created_at) FILTER (WHERE is_matching) + interval '1 microsecond'
+              END AS until
+         FROM (SELECT o.created_at, {MATCHES} AND {FILTER_MET} IS NOT FALSE AS is_matching
+                 FROM (SELECT * FROM outbox
+                        WHERE id > coalesce(lower(s.gone_young) - 1, s.gone_high) AND id <= s.high
+                          AND (id > s.gone_high OR s.gone_young @> id) AND NOT s.young @> id
+                        ORDER BY id LIMIT {RECENTLY_COUNTED_MAX} + 1) o) counted) m
+ WHERE m.events > 0
+ ORDER BY s.name COLLATE "C"
+"""  # noqa: S608 (constants only)
+
+
+@dataclass(frozen=True, slots=True)
+class MissedEvents:
+    """What an endpoint has missed while it was disabled."""
+
+    endpoint: str
+    events: int
+    more: bool
+    """There are so many events that not all were looked at."""
+    since: datetime
+    """They were published from this time on, and before `until`."""
+    until: datetime
+
+    @property
+    def replay_command(self) -> str:
+        """The command that sends them."""
+        return (
+            f"outbox replay --endpoint {shlex.quote(self.endpoint)} "
+            f"--since {self.since.isoformat()} --until {self.until.isoformat()}"
+        )
 
 
 class Missed(NamedTuple):
