@@ -1,7 +1,11 @@
 -- Relays stop first.
 --
--- Chosen events are sent to an endpoint again: a backfill may name its events.  A relay of an earlier
--- version would send everything between them.
+-- What did this endpoint get?  The delivery log, and sending chosen events again: a backfill may name
+-- its events.  A relay of an earlier version would send everything between them.
+
+-- The delivery log reads a lane's dead letters in its order; ranges are counted.
+CREATE INDEX dead_letter_lane ON dead_letter (lane_id, batch, seq) WHERE outbox_id IS NOT NULL;
+CREATE INDEX dead_letter_ranges ON dead_letter (endpoint_id, batch) WHERE outbox_id IS NULL;
 
 ALTER TABLE replay_job ADD COLUMN outbox_ids bigint[];  -- of a backfill: only these events; NULL: all
 

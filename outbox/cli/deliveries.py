@@ -16,7 +16,6 @@ from outbox.cli.common import (
     run_operation,
     run_until_signal,
     settings_options,
-    warn,
 )
 from outbox.cli.filter_options import time_options
 from outbox.cli.output import cell, clock_time, echo, emit_json, emit_table, style
@@ -95,11 +94,12 @@ def _notes(page: DeliveryPage, limit: int) -> list[str]:
                 f"searched {count(page.scanned, 'delivery')} back to {cell(page.scanned_back_to)}"
             )
         notes.append(f"{older}; next page: --after {page.next}")
-    elif page.removed is not None:
-        notes.append(
-            f"deliveries that were sequenced before {cell(page.removed.before)} were removed by "
-            f"retention at {cell(page.removed.at)}"
-        )
+    for what, removed in (("deliveries", page.removed), ("events", page.events_removed)):
+        if removed is not None:
+            notes.append(
+                f"{what} that were sequenced before {cell(removed.before)} were removed by "
+                f"retention at {cell(removed.at)}"
+            )
     return notes
 
 
@@ -217,8 +217,6 @@ async def _follow(settings: Settings, follower: DeliveryFollower, *, as_json: bo
                     emit_json(row)
                 else:
                     echo(_line(row))
-            if follower.left_out:
-                warn("more deliveries were pending or new than can be followed; some are left out")
             sys.stdout.flush()
             await asyncio.sleep(FOLLOW_POLL_S)
 

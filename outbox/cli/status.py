@@ -48,7 +48,7 @@ def command(
 
     Endpoints that fail come first, then those with the most pending deliveries.
     """
-    if (endpoint is None) is lanes:
+    if lanes != (endpoint is not None):
         raise UsageError(
             "give ENDPOINT together with --lanes; its settings and health: outbox endpoint show"
         )

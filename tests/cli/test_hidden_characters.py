@@ -56,6 +56,7 @@ MORE = {
     "endpoint update": ("--name", f"{NAME}2", "--tenant", TENANT),
     "erase": ("--key", KEY, "--dry-run"),
     "trace": ("--payload",),
+    "deliveries": (NAME,),
 }
 SERVERS = {"relay", "api", "listen", "demo", "prove", "conform"}
 """They run until they are stopped; the log has tests of its own."""
@@ -64,8 +65,8 @@ FILE = "endpoint export"
 ENDS = {"remove", "revoke", "unset", "reset", "discard", "pause", "update", "rotate-secret"}
 SHOWS = {
     "endpoint list", "endpoint show", "endpoint preview", "token list", "quota show",
-    "schedule show", "status", "trace", "dead list", "dead show", "journal", "once list",
-    "once show", "endpoint remove", "once reset",
+    "schedule show", "status", "deliveries", "trace", "dead list", "dead show", "journal",
+    "once list", "once show", "endpoint remove", "once reset",
 }  # fmt: skip
 """Commands that show one of these texts when they succeed."""
 
@@ -83,7 +84,7 @@ def leaves(
         return
     words, values = list(path), VALUES | OF_GROUP.get(path[0], {})
     for each in command.params:
-        if isinstance(each, click.Argument):
+        if isinstance(each, click.Argument) and each.required:
             words.append(values[each.name or ""])
         elif each.required:
             words += [each.opts[0], values[each.name or ""]]

@@ -129,6 +129,20 @@ async def test_what_cannot_be_sent_again_is_refused(
     assert await db.fetchval("SELECT count(*) FROM replay_job") == 0
 
 
+async def test_an_erased_event_is_not_sent_again(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database)
+    await publish(database, *range(3))
+    await ranges.sequence_all(database)
+    await db.execute("UPDATE outbox SET payload = NULL, erased_at = now() WHERE id = 2")
+    assert (await plan(db, "1", "2", "3")).deliveries == 2
+    with pytest.raises(Conflict, match="erased, or removed by retention"):
+        await send_again(db, 2)
+    job = await send_again(db, 1, 2, 3)
+    await ranges.sequence_all(database)
+    sent = await db.fetch("SELECT outbox_id FROM delivery WHERE backfill_id = $1 ORDER BY 1", job)
+    assert [row["outbox_id"] for row in sent] == [1, 3]
+
+
 async def test_a_future_event_has_nothing_to_send_again(
     database: Database, db: Connection[Any]
 ) -> None:

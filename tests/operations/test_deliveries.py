@@ -9,15 +9,26 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.model.response import AttemptResult, Failure
+from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import NotFound, UsageError
-from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.operations.dead_letters import replay as replays
-from outbox.operations.deliveries import walk
+from outbox.operations.deliveries import follow, walk
 from outbox.operations.deliveries.follow import DeliveryFollower
-from outbox.operations.deliveries.model import DeliveryFilter, DeliveryPosition, StatusRange
+from outbox.operations.deliveries.model import (
+    NEWEST,
+    DeliveryFilter,
+    DeliveryPosition,
+    StatusRange,
+)
 from outbox.operations.deliveries.queries import list_deliveries
+from outbox.operations.deliveries.statements import WALK_DELIVERIES
+from outbox.operations.events.queries import search_events
 from outbox.operations.trace.queries import trace_delivery
+from outbox.store.retention.erasure import PLAN_BY_INDEX
 from tests.support.delivery_log import Logged, any_filter, at, write_log
+from tests.support.plans import explain
+from tests.support.ranges import sequence_all
 from tests.support.relay import (
     BUSY,
     OK,
@@ -111,7 +122,7 @@ async def test_any_filter_finds_what_it_names_in_pages_of_any_size(
 
 def by_event(each: Logged) -> tuple[int, int, int, int]:
     """The order in which the deliveries of a key are listed."""
-    return -each.outbox_id, -each.batch, each.lane_id, each.seq
+    return -each.outbox_id, -each.batch, -each.lane_id, -each.seq
 
 
 def assert_row(row: DeliveryRow, each: Logged) -> None:
@@ -167,6 +178,102 @@ async def test_a_row_shows_what_the_receiver_saw(database: Database, db: Connect
     assert len(await read_all(db, key="order-7")) == 8
 
 
+async def test_an_event_of_many_endpoints_is_paged_within(
+    database: Database, db: Connection[Any]
+) -> None:
+    for name in ("one", "two", "three"):
+        await add_endpoint(database, name)
+    async with running(database, Network()):
+        await publish(database, 1, 2, key="k")
+        await all_ended(database)
+    for asked in ({"event": "1"}, {"event": "k"}, {"key": "k"}):
+        rows = await read_all(db, limit=1, **asked)
+        places = [(row.endpoint, row.event) for row in rows]
+        assert len(places) == len(set(places)) == (3 if asked == {"event": "1"} else 6)
+
+
+async def test_a_busy_lane_does_not_make_quiet_ones_be_read(
+    database: Database, db: Connection[Any]
+) -> None:
+    """Fifty lanes have old deliveries, and one has newer ones alone."""
+    await add_endpoint(database, lanes=50)
+    await db.execute("""
+        INSERT INTO batch (batch, high) SELECT n, n FROM generate_series(1, 11000) n;
+        INSERT INTO delivery_run (lane_id, batch, seq, outbox_id)
+        SELECT id, n, n, n FROM lane, generate_series(1, 200) n;
+        INSERT INTO delivery_run (lane_id, batch, seq, outbox_id)
+        SELECT min(id), n, n, n FROM lane, generate_series(10001, 10500) n GROUP BY n;
+        ANALYZE delivery_run""")
+    lanes = [row["id"] for row in await db.fetch("SELECT id FROM lane")]
+    zeros = [0] * len(lanes)
+    only = walk.filter_arguments(DeliveryFilter())
+    await db.execute(PLAN_BY_INDEX.replace("true", "false"))
+    plan = await explain(
+        db, WALK_DELIVERIES, *only, 101, lanes, zeros, zeros, list(NEWEST), 101, 101, generic=True
+    )
+    # Each lane once, and of the busy one what is counted and what is read.
+    assert plan.rows < 3 * 50 + 5 * 101, plan
+    assert len(await read_all(db, endpoint="shop", limit=1000)) == 10_500
+
+
+async def test_a_range_of_dead_letters_is_counted_and_not_taken_for_an_attempt(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database, all_tenants=True)
+    await publish(database, 1, 2, 3, tenant="acme")
+    await publish(database, 4, tenant="globex")
+    await sequence_all(database)
+    await db.execute("UPDATE endpoint SET tenant = 'acme', all_tenants = false WHERE name = 'shop'")
+    await db.execute("""
+        INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, reason, attempts,
+                                 last_response, state)
+        SELECT endpoint_id, id, 1, 1, 3, 'disabled', 13, '{"status": 503}', 'discarded'
+          FROM lane""")
+    rows = await read_all(db, endpoint="shop")
+    assert [(row.outcome, row.attempts, row.status) for row in rows] == [
+        ("pending", 0, None),
+        ("discarded", 0, None),
+        ("discarded", 0, None),
+        ("discarded", 13, 503),
+    ]
+
+    async def ranges(owner: str | None = None, **conditions: Any) -> int:
+        only = DeliveryFilter(**conditions)
+        page = await list_deliveries(db, "relay", endpoint="shop", only=only, owner=owner)
+        assert page.deliveries == []
+        return page.ranges
+
+    assert await ranges(failed=True) == await ranges(outcome="dead") == 1
+    assert await ranges(outcome="disabled") == 1
+    assert await ranges(outcome="refused") == 0
+    # It was for all tenants when the range began: it may hold events of others.
+    assert await ranges("acme", failed=True) == 0
+    await db.execute("UPDATE subscription SET tenant = 'acme', all_tenants = false")
+    assert await ranges("acme", failed=True) == 1
+
+
+async def test_an_event_that_was_found_after_the_kept_log_began_is_listed(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database)
+    await publish(database, 1)
+    began = 1 * WIDTH
+    await db.execute(f"""
+        UPDATE period SET ended_at = now(), dropped_at = now() WHERE kind = 'log';
+        INSERT INTO period (kind, number) VALUES ('log', 1);
+        INSERT INTO batch (batch, high, lanes) SELECT {began}, 1, '{{}}';
+        INSERT INTO batch (batch, high, found, lanes)
+        SELECT {began + 1}, 1, '{{[1,2)}}', array_agg(id) FROM lane;
+        INSERT INTO delivery_run (lane_id, batch, seq, outbox_id)
+        SELECT id, {began + 1}, 1, 1 FROM lane""")
+    rows = await read_all(db, endpoint="shop")
+    assert len(rows) == 1
+    assert await read_all(db, endpoint="shop", event="1") == rows
+    (listed,) = (await search_events(db, "relay", Criteria(), deliveries=True)).events
+    assert listed.deliveries is not None
+    assert listed.deliveries.pending == 1
+
+
 async def test_a_replay_is_a_delivery_of_its_own(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database)
     responses = iter((REFUSED, OK))
@@ -188,34 +295,50 @@ async def test_a_replay_is_a_delivery_of_its_own(database: Database, db: Connect
 
 
 async def test_what_is_followed_is_reported_as_it_happens(
-    database: Database, db: Connection[Any]
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await add_endpoint(database, retry=QUICK_RETRY | {"attempts_max": 3})
-    follower = DeliveryFollower(endpoint="shop", tenant=None, only=DeliveryFilter())
-    failures = DeliveryFollower(endpoint="shop", tenant=None, only=DeliveryFilter(failed=True))
-    reported: dict[Any, list[tuple[Any, ...]]] = {follower: [], failures: []}
+    """Also what was pending when following began, however little a poll reads."""
+    monkeypatch.setattr(follow, "POLLED_DELIVERIES_MAX", 2)
+    await add_endpoint(database, tenant="acme", retry=QUICK_RETRY | {"attempts_max": 3})
+    everything = DeliveryFollower(endpoint="shop", tenant=None, only=DeliveryFilter())
+    failures = DeliveryFollower(
+        endpoint=None, tenant="acme", only=DeliveryFilter(failed=True, types=("a.dead",))
+    )
+    reported: dict[DeliveryFollower, list[DeliveryRow]] = {everything: [], failures: []}
 
-    async def poll() -> bool:
+    async def poll() -> None:
         for each, rows in reported.items():
-            found = await each.poll(db, "relay")
-            rows += [(row.type, row.outcome, row.attempts) for row in found]
-        return any(row[:2] == ("a.dead", "dead") for row in reported[failures])
+            rows += await each.poll(db, "relay")
 
-    async with running(database, Network(lambda sent: BUSY if sent.body["data"] == "dead" else OK)):
-        await publish(database, "before")
+    async def has_reported(count: int) -> bool:
+        await poll()
+        return sum(row.outcome != "pending" for row in reported[everything]) == count
+
+    def busy(sent: Sent) -> AttemptResult:
+        return BUSY if sent.body["data"] == "dead" else OK
+
+    async with running(database, Network(busy)):
+        await publish(database, "before", tenant="acme")
         await all_ended(database)
-        assert not await poll()
-        await publish(database, 1, type="a.well")
-        await publish(database, "dead", type="a.dead")
-        await until(poll, what="the dead letter")
-        await until(poll, what="nothing more")
+    await publish(database, *range(5), type="a.well", tenant="acme")
+    await sequence_all(database)
+    await poll()
+    assert reported == {everything: [], failures: []}
+    await db.execute("UPDATE endpoint SET name = 'renamed'")
+    async with running(database, Network(busy)):
+        await until(lambda: has_reported(5), what="what was pending")
+        await publish(database, "dead", type="a.dead", tenant="acme")
+        await publish(database, 9, type="a.well", tenant="acme")
+        await until(lambda: has_reported(7), what="what was published")
+    await poll()
+    ended = [row for row in reported[everything] if row.outcome != "pending"]
+    assert [row.sequence for row in ended] == [2, 3, 4, 5, 6, 7, 8]
+    assert [row.outcome for row in ended] == [*["delivered"] * 5, "dead", "delivered"]
     # An attempt between two polls is not seen by itself.
-    assert reported[follower][0] == ("a.well", "delivered", 1)
-    for rows in reported.values():
-        of_dead = [row for row in rows if row[0] == "a.dead"]
-        assert of_dead[-1] == ("a.dead", "dead", 3)
-        assert [row[2] for row in of_dead] == sorted({row[2] for row in of_dead} | {3})
-    assert {row[0] for row in reported[failures]} == {"a.dead"}
+    failed = [row.attempts for row in reported[failures]]
+    assert failed == sorted(set(failed))
+    assert failed[-1] == 3
+    assert {row.type for row in reported[failures]} == {"a.dead"}
 
 
 async def test_what_is_gone_is_reported_and_not_left_out(
@@ -241,6 +364,14 @@ async def test_what_is_gone_is_reported_and_not_left_out(
     page = await list_deliveries(db, "relay", endpoint="shop", after=page.next)
     assert page.removed is not None
     assert (page.removed.before, page.removed.at) == (at(1), at(2))
+    assert page.events_removed is None
+    # Of an event that is gone it is not known whether it matches.
+    await db.execute("UPDATE period SET kind = 'events' WHERE number = -1")
+    page = await list_deliveries(db, "relay", endpoint="shop", only=DeliveryFilter(types=("a.b",)))
+    assert [row.outcome for row in page.deliveries] == ["dead"]
+    assert page.removed is None
+    assert page.events_removed is not None
+    assert page.events_removed.before == at(1)
 
 
 async def test_a_tenant_sees_its_own_events_at_its_own_endpoints(

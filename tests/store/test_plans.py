@@ -732,9 +732,12 @@ async def _dead_show(log: LongLog) -> Case:
 # newest run, and what is in all lanes from the highest of these on.
 
 _PAGE = 101
+LATE = range(USED - 2, USED + EMPTY)
 
 
-def _log(log: LongLog, statement: str, scanned_max: int, **only: Any) -> Case:
+def _log(
+    log: LongLog, statement: str, scanned_max: int, partitions: range = LATE, **only: Any
+) -> Case:
     lanes = log.lanes_of(1)
     arguments = (
         *walk.filter_arguments(DeliveryFilter(**only)),
@@ -746,19 +749,30 @@ def _log(log: LongLog, statement: str, scanned_max: int, **only: Any) -> Case:
         3,
         scanned_max,
     )
-    rows, pages = 10 * SLOTS + 2 * scanned_max, 3 * FOUR * SLOTS + 2 * FOUR * scanned_max
+    # Each lane is looked up four times in each partition: its newest run, the third newest, what is
+    # read, and its dead letters.
+    rows = 10 * SLOTS + 2 * scanned_max
+    pages = 4 * 2.5 * SLOTS * len(partitions) + 2 * FOUR * scanned_max
     return Case(
-        statement,
-        arguments,
-        rows,
-        pages,
-        {"delivery_run": range(USED - 2, USED + EMPTY)},
-        before=(PLAN_BY_INDEX,),
+        statement, arguments, rows, pages, {"delivery_run": partitions}, before=(PLAN_BY_INDEX,)
     )
 
 
 async def _log_newest(log: LongLog) -> Case:
     return _log(log, log_statements.WALK_DELIVERIES, _PAGE)
+
+
+async def _log_failures(log: LongLog) -> Case:
+    """No attempt has failed; there are five dead letters in each lane."""
+    return _log(log, log_statements.WALK_FAILURES, _PAGE, ALL)
+
+
+async def _log_dead(log: LongLog) -> Case:
+    return _log(log, log_statements.WALK_DEAD, _PAGE, ALL)
+
+
+async def _log_of_a_reason(log: LongLog) -> Case:
+    return _log(log, log_statements.WALK_DEAD, 300, ALL, outcome="expired")
 
 
 async def _log_of_a_type(log: LongLog) -> Case:
@@ -842,6 +856,9 @@ COMMANDS = {
         _dead_list_of_what_is_sent_again,
         _dead_show,
         _log_newest,
+        _log_failures,
+        _log_dead,
+        _log_of_a_reason,
         _log_of_a_type,
         _log_of_a_status,
         _log_rows,
@@ -881,7 +898,7 @@ async def test_hot_queries_read_few_rows_of_a_long_log(
             with subtests.test(f"{name}, {known}"):
                 await _check(log, await case(log), {}, generic=False)
         # The API keeps its connections.
-        for case in (_log_newest, _log_rows):
+        for case in (_log_newest, _log_failures, _log_dead, _log_rows):
             with subtests.test(f"{case.__name__}, {known}, a plan for all arguments"):
                 await _check(log, await case(log), {}, generic=True)
         # It executes a prepared statement per step.

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from outbox.operations.deliveries.model import DeliveryFilter, DeliveryPosition
+from outbox.core.model import pattern
 from outbox.operations.deliveries.queries import find_endpoints
-from outbox.operations.deliveries.statements import READ_LANES, READ_NEWEST_BATCH
-from outbox.operations.deliveries.walk import Walk, read_rows
-from outbox.operations.rows import ID_MAX
+from outbox.operations.deliveries.statements import READ_ENDED, READ_LANE_ENDS
+from outbox.operations.deliveries.walk import read_rows
 from outbox.store.connection.connect import map_errors
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 
 if TYPE_CHECKING:
-    from asyncpg import Connection, Record
+    from uuid import UUID
 
-    from outbox.operations.deliveries.model import DeliveryRow
+    from asyncpg import Connection
 
-NEW_DELIVERIES_MAX = 10_000
-"""New deliveries that one poll takes."""
-FOLLOWED_PENDING_MAX = 2_000
-"""Pending deliveries whose outcome is awaited."""
+    from outbox.operations.deliveries.model import DeliveryFilter, DeliveryRow
+
+POLLED_DELIVERIES_MAX = 5_000
+"""Deliveries that one poll reads; the next one goes on from there."""
+
+
+class _End(NamedTuple):
+    """How far a lane was reported."""
+
+    seq: int
+    """All deliveries up to this number have ended."""
+    from_batch: int
+    """No later one is in an older batch."""
+    attempts: int
+    """Attempts of the next one that were reported."""
 
 
 class DeliveryFollower:
     """The deliveries of an endpoint, or of the endpoints of a tenant, from the first poll on.
 
-    A delivery is reported when it succeeds, each time an attempt of it fails, and when it becomes a
-    dead letter.
+    Each delivery that ends is reported: it has succeeded, or it became a dead letter.  The
+    deliveries of a lane end in the order of their numbers, so where each lane stands is all that
+    has to be remembered.  The first pending delivery of a lane is reported whenever more of its
+    attempts have failed.
 
     Args:
         endpoint, tenant, only: see `outbox.operations.deliveries.queries.list_deliveries`; a status
@@ -38,15 +50,12 @@ class DeliveryFollower:
         self._endpoint = endpoint
         self._tenant = tenant
         self._only = only
-        self._batch: int | None = None
-        """The newest batch that was taken."""
-        self._pending: dict[tuple[int, int], tuple[Record, int]] = {}
-        """The place of each, and the attempts that were reported, by lane and number."""
-        self.left_out = False
-        """Whether the last poll had to leave out deliveries, because there were too many."""
+        self._types = [pattern.parse(text) for text in only.types]
+        self._endpoint_ids: list[UUID] | None = None
+        self._ends: dict[int, _End] | None = None
 
     async def poll(self, connection: Connection[Any], schema: str) -> list[DeliveryRow]:
-        """What has happened since the last poll, in this order.
+        """What has happened since the last poll, in this order; the first one finds nothing.
 
         Raises:
             NotFound: no endpoint ever had this name.
@@ -54,45 +63,61 @@ class DeliveryFollower:
         with map_errors(schema):
             async with connection.transaction(isolation="repeatable_read", readonly=True):
                 await connection.execute(PLAN_BY_INDEX)
-                places = await self._read_new(connection)
-                places += [place for place, _ in self._pending.values()]
-                rows = await read_rows(connection, places)
-        happened = [
-            row for place, row in zip(places, rows, strict=True) if self._has_changed(place, row)
-        ]
-        shown = (row for row in happened if self._only.includes(row) and self._has_status(row))
-        return sorted(shown, key=lambda row: row.at)
+                if self._endpoint_ids is None or self._endpoint is None:
+                    # An endpoint keeps its id when it is renamed.
+                    self._endpoint_ids = await find_endpoints(
+                        connection, self._endpoint, self._tenant
+                    )
+                states = await connection.fetch(READ_LANE_ENDS, self._endpoint_ids or [])
+                if self._ends is None:
+                    self._ends = {
+                        each["lane_id"]: _End(
+                            each["acked_seq"], each["floor_batch"], each["attempts"]
+                        )
+                        for each in states
+                    }
+                    return []
+                rows = await self._read_ended(connection, states, self._ends)
+        return sorted(filter(self._is_selected, rows), key=lambda row: row.at)
 
-    async def _read_new(self, connection: Connection[Any]) -> list[Record]:
-        self.left_out = False
-        newest: int = await connection.fetchval(READ_NEWEST_BATCH)
-        endpoint_ids = await find_endpoints(connection, self._endpoint, self._tenant)
-        if self._batch is None or endpoint_ids is None:
-            self._batch = newest
+    async def _read_ended(
+        self, connection: Connection[Any], states: list[Any], ends: dict[int, _End]
+    ) -> list[DeliveryRow]:
+        moved = []
+        for each in states:
+            end = ends.setdefault(each["lane_id"], _End(0, 0, 0))
+            reported = end.attempts if end.seq == each["acked_seq"] else 0
+            fails = each["attempts"] > reported
+            if each["acked_seq"] > end.seq or fails:
+                moved.append((each, end, each["acked_seq"] + fails))
+        if not moved:
             return []
-        lanes = await connection.fetch(READ_LANES, endpoint_ids)
-        walk = Walk(
-            [(lane["lane_id"], self._batch + 1, 0) for lane in lanes],
-            DeliveryFilter(types=self._only.types, tenant=self._only.tenant),
-            DeliveryPosition(newest, ID_MAX, ID_MAX, ID_MAX),
-            NEW_DELIVERIES_MAX,
+        of_each = max(POLLED_DELIVERIES_MAX // len(moved), 1)
+        places = await connection.fetch(
+            READ_ENDED,
+            [each["lane_id"] for each, _, _ in moved],
+            [end.from_batch for _, end, _ in moved],
+            [end.seq for _, end, _ in moved],
+            [to_seq for _, _, to_seq in moved],
+            of_each,
         )
-        await walk.read(connection)
-        self._batch = newest
-        self.left_out = walk.position is not None
-        return walk.rows
+        states_of = {each["lane_id"]: each for each, _, _ in moved}
+        for place in places:
+            state = states_of[place["lane_id"]]
+            if place["seq"] <= state["acked_seq"]:
+                ends[place["lane_id"]] = _End(place["seq"], place["batch"], 0)
+            else:
+                ends[place["lane_id"]] = ends[place["lane_id"]]._replace(attempts=state["attempts"])
+        return await read_rows(connection, places)
 
-    def _has_changed(self, place: Record, row: DeliveryRow) -> bool:
-        """Whether something is to be reported of a delivery; a pending one is looked at again."""
-        key = place["lane_id"], place["seq"]
-        _, reported = self._pending.pop(key, (place, 0))
-        if row.outcome != "pending":
-            return True
-        if len(self._pending) < FOLLOWED_PENDING_MAX:
-            self._pending[key] = place, row.attempts
-        else:
-            self.left_out = True
-        return row.attempts > reported
-
-    def _has_status(self, row: DeliveryRow) -> bool:
-        return self._only.status is None or self._only.status.includes(row.status)
+    def _is_selected(self, row: DeliveryRow) -> bool:
+        only = self._only
+        return (
+            only.includes(row)
+            and only.tenant in (None, row.tenant)
+            and (only.status is None or only.status.includes(row.status))
+            and (
+                not self._types
+                or (row.type is not None and any(each.fullmatch(row.type) for each in self._types))
+            )
+        )

@@ -106,6 +106,9 @@ class DeliveryFilter:
     """Only events of this tenant."""
 
     def __post_init__(self) -> None:
+        if self.tenant == "":
+            # Probably an unset shell variable.
+            raise UsageError("tenant is empty")
         for text in self.types:
             pattern.parse(text)
         if self.outcome is not None and self.outcome not in OUTCOMES:
@@ -116,7 +119,8 @@ class DeliveryFilter:
     @property
     def searches(self) -> bool:
         """Whether deliveries are scanned that do not match."""
-        return bool(self.types or self.status or self.tenant or self.outcome == "delivered")
+        by_outcome = self.outcome == "delivered" or self.outcome in REASONS
+        return bool(self.types or self.status or self.tenant or by_outcome)
 
     @property
     def selects_failures(self) -> bool:
@@ -181,10 +185,10 @@ class DeliveryRow:
 
 @dataclass(frozen=True, slots=True)
 class RemovedLog:
-    """The part of the log that retention removed."""
+    """What retention removed."""
 
     before: datetime
-    """Deliveries that were sequenced before this time are gone."""
+    """What was sequenced before this time is gone."""
     at: datetime
     """When they were removed."""
 
@@ -201,6 +205,9 @@ class DeliveryPage:
     scanned_back_to: datetime | None
     """When the oldest scanned delivery was sequenced; None: there was none."""
     removed: RemovedLog | None
-    """What retention removed, if the search reached the end of the log."""
+    """What retention removed of the log, if the search reached its end."""
+    events_removed: RemovedLog | None = None
+    """What retention removed of the events, if types or tenants were searched for: deliveries of
+    these events match nothing, unless they are dead letters."""
     ranges: int = 0
-    """Open dead letters of several deliveries each.  They are no part of a page of failures."""
+    """Dead letters of several deliveries each.  They are no part of a page of failures."""

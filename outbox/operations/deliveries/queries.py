@@ -12,7 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import UsageError
-from outbox.operations.criteria import Criteria, absolute_time, find_endpoint_ids, read_now
+from outbox.operations.criteria import (
+    REASONS,
+    Criteria,
+    absolute_time,
+    find_endpoint_ids,
+    read_now,
+)
 from outbox.operations.deliveries.model import (
     NEWEST,
     POSITION,
@@ -42,10 +48,10 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection, Record
 
-EVENTS_MAX = 100
+KEY_EVENTS_MAX = 100
 """Events of a key in a page."""
-EVENT_DELIVERIES_MAX = 10_000
-"""Deliveries of one event in a page."""
+EVENTS_PORTION = 10
+"""Events whose deliveries are read together: each may have been sent to thousands of endpoints."""
 
 
 async def list_deliveries(
@@ -58,19 +64,21 @@ async def list_deliveries(
     only: DeliveryFilter | None = None,
     key: str | None = None,
     event: str | None = None,
+    once_key: str | None = None,
     limit: int = 100,
     after: DeliveryPosition | None = None,
 ) -> DeliveryPage:
     """List the deliveries of an endpoint, or of the endpoints of a tenant, newest first.
 
-    With a key or an event they are ordered by event, the newest first, and the position of the next
-    page is one between events.
+    With a key or an event they are ordered by event, the newest first, replays with it.
 
     Args:
         endpoint: the endpoints that ever had this name.
         owner: the tenant of the caller's token: only its current endpoints, and its events.
         key: only events with this ordering key.
-        event: only the event with this event id, X-Delivery, idempotency key or outbox id.
+        event: only the event with this event id, X-Delivery, idempotency key or outbox id; or the
+            events with this ordering key.
+        once_key: the event as an idempotency key of the tenant.
         after: where the page before ended.
 
     Raises:
@@ -78,14 +86,21 @@ async def list_deliveries(
         UsageError: neither endpoint nor tenant, key or event is given.
     """
     only = only or DeliveryFilter()
+    if tenant == "":
+        raise UsageError("tenant is empty")
     if owner is not None:
         only = replace(only, tenant=owner)
     if key is not None and event is not None:
         raise UsageError("give a key or an event, not both")
     outbox_ids: Sequence[int] | None = None
     if event is not None:
-        match = await find_events(connection, schema, event, tenant=only.tenant, limit=EVENTS_MAX)
-        outbox_ids = match.outbox_ids
+        match = await find_events(
+            connection, schema, event, tenant=only.tenant, once_key=once_key, limit=1
+        )
+        if match.by == "key":
+            key = event
+        else:
+            outbox_ids = match.outbox_ids
     with map_errors(schema):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
             await connection.execute(PLAN_BY_INDEX)
@@ -97,12 +112,15 @@ async def list_deliveries(
                 only, since=absolute_time(only.since, now), until=absolute_time(only.until, now)
             )
             if key is not None:
-                outbox_ids = await _find_by_key(connection, key, only.tenant, after)
+                outbox_ids = await _find_by_key(connection, key, only.tenant, after or NEWEST)
             if outbox_ids is not None:
-                page = await _read_of_events(connection, endpoint_ids, outbox_ids, only, limit)
-                return replace(page, removed=await _read_removed(connection))
+                return await _read_of_events(
+                    connection, endpoint_ids, outbox_ids, only, after or NEWEST, limit
+                )
             assert endpoint_ids is not None
-            return await _read_of_lanes(connection, endpoint_ids, only, after or NEWEST, limit)
+            return await _read_of_lanes(
+                connection, endpoint_ids, only, after or NEWEST, limit, owner
+            )
 
 
 async def find_endpoints(
@@ -131,6 +149,7 @@ async def _read_of_lanes(
     only: DeliveryFilter,
     after: DeliveryPosition,
     limit: int,
+    owner: str | None,
 ) -> DeliveryPage:
     statement = READ_PENDING_LANES if only.outcome == "pending" else READ_LANES
     lanes = await connection.fetch(statement, endpoint_ids)
@@ -148,25 +167,28 @@ async def _read_of_lanes(
     position, places = walk.position, walk.rows
     if len(places) > limit:
         places = places[:limit]
-        position = DeliveryPosition(*(places[-1][name] for name in POSITION))
-    return DeliveryPage(
+        position = _position(places[-1])
+    page = DeliveryPage(
         deliveries=await read_rows(connection, places),
         next=position,
         scanned=walk.scanned,
         scanned_back_to=walk.scanned_back_to,
-        removed=await _read_removed(connection) if position is None else None,
-        ranges=await connection.fetchval(COUNT_RANGES, endpoint_ids)
-        if only.selects_failures
-        else 0,
+        removed=None,
     )
+    if only.selects_failures:
+        reason = only.outcome if only.outcome in REASONS else None
+        given = endpoint_ids, within["top"], reason, owner
+        page = replace(page, ranges=await connection.fetchval(COUNT_RANGES, *given))
+    return page if position is not None else await _with_removed(connection, page, only)
 
 
 async def _find_by_key(
-    connection: Connection[Any], key: str, tenant: str | None, after: DeliveryPosition | None
+    connection: Connection[Any], key: str, tenant: str | None, after: DeliveryPosition
 ) -> list[int]:
-    below = ID_MAX if after is None else after.outbox_id
+    """The next events of a key, with the one that the page before ended in."""
+    below = min(after.outbox_id, ID_MAX - 1) + 1
     criteria = Criteria(tenant=tenant).arguments
-    rows = await connection.fetch(FIND_BY_KEY, below, EVENTS_MAX, *criteria, key)
+    rows = await connection.fetch(FIND_BY_KEY, below, KEY_EVENTS_MAX, *criteria, key)
     return [row["outbox_id"] for row in rows]
 
 
@@ -175,32 +197,55 @@ async def _read_of_events(
     endpoint_ids: Sequence[UUID] | None,
     outbox_ids: Sequence[int],
     only: DeliveryFilter,
+    after: DeliveryPosition,
     limit: int,
 ) -> DeliveryPage:
-    """Whole events until there are `limit` deliveries."""
     lanes = None
     if endpoint_ids is not None:
         rows = await connection.fetch(READ_LANES, endpoint_ids)
         lanes = [row["lane_id"] for row in rows]
-    places: list[Record] = await connection.fetch(
-        FIND_BY_EVENTS, *filter_arguments(only), EVENT_DELIVERIES_MAX + 1, outbox_ids, lanes
-    )
-    last = None
+    places: list[Record] = []
+    for first in range(0, len(outbox_ids), EVENTS_PORTION):
+        places += await connection.fetch(
+            FIND_BY_EVENTS,
+            *filter_arguments(only),
+            limit + 1 - len(places),
+            outbox_ids[first : first + EVENTS_PORTION],
+            lanes,
+            after,
+        )
+        if len(places) > limit:
+            break
+    position = None
     if len(places) > limit:
-        last = places[limit - 1]["outbox_id"]
-        places = [place for place in places if place["outbox_id"] >= last][:EVENT_DELIVERIES_MAX]
-    elif len(outbox_ids) == EVENTS_MAX:
-        last = outbox_ids[-1]
+        places = places[:limit]
+        position = _position(places[-1])
+    elif len(outbox_ids) == KEY_EVENTS_MAX:
+        position = DeliveryPosition(0, outbox_ids[-1], 0, 0)
     found = await read_rows(connection, places)
-    return DeliveryPage(
+    page = DeliveryPage(
         deliveries=[row for row in found if only.includes(row)],
-        next=None if last is None else DeliveryPosition(0, last, 0, 0),
+        next=position,
         scanned=len(found),
         scanned_back_to=min((row.sequenced_at for row in found), default=None),
         removed=None,
     )
+    return page if position is not None else await _with_removed(connection, page, only)
 
 
-async def _read_removed(connection: Connection[Any]) -> RemovedLog | None:
-    row = await connection.fetchrow(READ_REMOVED)
-    return None if row is None else from_row(RemovedLog, row)
+def _position(place: Record) -> DeliveryPosition:
+    return DeliveryPosition(*(place[name] for name in POSITION))
+
+
+async def _with_removed(
+    connection: Connection[Any], page: DeliveryPage, only: DeliveryFilter
+) -> DeliveryPage:
+    """The last page, with what retention removed behind it."""
+    log, events = [await connection.fetchrow(READ_REMOVED, kind) for kind in ("log", "events")]
+    if not (only.types or only.tenant):
+        events = None
+    return replace(
+        page,
+        removed=None if log is None else from_row(RemovedLog, log),
+        events_removed=None if events is None else from_row(RemovedLog, events),
+    )

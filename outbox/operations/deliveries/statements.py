@@ -9,8 +9,12 @@ between its ends, and it costs about what it returns, however long the log is.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from outbox.operations.dead_letters.queries import LAST_REPLAY
+from outbox.operations.events.delivery_counts import BATCH_OF_EVENT
 from outbox.operations.lanes import LANE_STATE
+from outbox.operations.tenancy import OWNS_RANGE
 from outbox.store.sql.expressions import RUN_DELIVERIES_MAX
 from outbox.store.sql.type_match import TYPE_MATCHES
 
@@ -27,8 +31,6 @@ SELECT lane_id, floor_batch, acked_seq AS above_seq
  WHERE last_seq > acked_seq
 """  # noqa: S608 (constants only)
 
-READ_NEWEST_BATCH = "SELECT batch FROM batch ORDER BY batch DESC LIMIT 1"
-
 FIND_TENANTS_ENDPOINTS = "SELECT id FROM endpoint WHERE tenant = $1"
 
 # The first batch at or after $1, and the last one before $2.
@@ -40,24 +42,25 @@ SELECT coalesce((SELECT batch FROM batch WHERE at >= $1::timestamptz ORDER BY at
                             ORDER BY at DESC LIMIT 1), -1) END AS top
 """
 
+# What retention removed of the events or of the log, by its kind.
 READ_REMOVED = """
 SELECT ended_at AS before, dropped_at AS at FROM period
- WHERE kind = 'log' AND dropped_at IS NOT NULL AND ended_at IS NOT NULL
+ WHERE kind = $1 AND dropped_at IS NOT NULL AND ended_at IS NOT NULL
  ORDER BY number DESC LIMIT 1
 """
 
-COUNT_RANGES = """
-SELECT count(*) FROM dead_letter
- WHERE endpoint_id = ANY ($1) AND outbox_id IS NULL AND state = 'dead'
-"""
+# Dead letters of several deliveries; $4: of events that all were of this tenant.
+COUNT_RANGES = f"""
+SELECT count(*) FROM dead_letter d
+ WHERE d.endpoint_id = ANY ($1) AND d.outbox_id IS NULL AND d.batch <= $2
+   AND ($3::text IS NULL OR d.reason = $3)
+   AND ($4::text IS NULL OR {OWNS_RANGE.format(tenant="$4")})
+"""  # noqa: S608 (constants only)
 
-# In `_walk`, `l` is a lane with its `floor_batch` and `above_seq`.  The position $9 begins with its
-# batch; $10 is the number of runs of a lane.
-_TOP = "($9::bigint[])[1]"
-_BATCHES = f"batch BETWEEN l.floor_batch AND {_TOP}"
+# In `_walk`, `l` is a lane with its `floor_batch` and `above_seq`.  The position $10 begins with
+# its batch; $11 is the number of runs of a lane.
+_TOP = "($10::bigint[])[1]"
 _PORTION = f"batch BETWEEN greatest(l.floor_batch, reached.batch) AND {_TOP}"
-_NTH = "OFFSET $10::integer - 1 LIMIT 1"
-_LETTER_MATCHES = "outbox_id IS NOT NULL AND ($12::text IS NULL OR reason = $12)"
 
 
 def _delivery(seq: str) -> str:
@@ -73,57 +76,69 @@ def _delivery(seq: str) -> str:
             ORDER BY seq DESC LIMIT 1) d"""  # noqa: S608
 
 
-_DELIVERIES = f"""
+class _Source(NamedTuple):
+    """Where a walk finds deliveries, as SQL about a lane `l`."""
+
+    nth: str
+    """The batch of the newest, or the n-th newest: after `{skipped}` others, from batch `{low}` on.
+    Of several kinds of rows, that of each."""
+    portion: str
+    """The deliveries down to the batch `reached`."""
+
+
+_DELIVERIES = _Source(
+    f"""
+SELECT batch FROM delivery_run
+ WHERE lane_id = l.lane_id AND batch BETWEEN {{low}} AND {_TOP}
+ ORDER BY batch DESC, seq DESC OFFSET {{skipped}} LIMIT 1
+""",  # noqa: S608
+    f"""
 SELECT r.lane_id, r.batch, r.seq + u.n - 1 AS seq, r.outbox_id + u.after AS outbox_id,
        r.backfill_id, r.copy_id
   FROM (SELECT * FROM delivery_run WHERE lane_id = l.lane_id AND {_PORTION} OFFSET 0) r
  CROSS JOIN LATERAL unnest(coalesce(r.offsets, '{{0}}')) WITH ORDINALITY AS u(after, n)
  WHERE r.seq + u.n - 1 > l.above_seq
-"""  # noqa: S608 (constants only)
-_NTH_DELIVERY = f"""
-SELECT batch FROM delivery_run WHERE lane_id = l.lane_id AND {_BATCHES}
- ORDER BY batch DESC, seq DESC {_NTH}
+""",  # noqa: S608 (constants only)
+)
+
+_NTH_DEAD = f"""
+SELECT batch, seq FROM dead_letter
+ WHERE lane_id = l.lane_id AND outbox_id IS NOT NULL AND batch BETWEEN {{low}} AND {_TOP}
+ ORDER BY batch DESC, seq DESC OFFSET {{skipped}} LIMIT 1
+"""  # noqa: S608
+_DEAD_PORTION = f"""
+SELECT lane_id, batch, seq FROM dead_letter
+ WHERE lane_id = l.lane_id AND outbox_id IS NOT NULL AND {_PORTION} AND seq > l.above_seq
 """  # noqa: S608
 
 # A dead letter has failed, whether or not it was ever sent.
-_FAILURES = f"""
+_FAILURES = _Source(
+    f"""
+(SELECT DISTINCT batch, seq FROM attempt_run
+  WHERE lane_id = l.lane_id AND outcome <> 'd' AND batch BETWEEN {{low}} AND {_TOP}
+  ORDER BY batch DESC, seq DESC OFFSET {{skipped}} LIMIT 1)
+ UNION ALL
+({_NTH_DEAD})
+""",  # noqa: S608
+    f"""
 SELECT p.*, d.*
   FROM (SELECT lane_id, batch, seq FROM attempt_run
          WHERE lane_id = l.lane_id AND outcome <> 'd' AND {_PORTION} AND seq > l.above_seq
-         UNION
-        SELECT lane_id, batch, seq FROM dead_letter
-         WHERE lane_id = l.lane_id AND outbox_id IS NOT NULL AND {_PORTION}
-           AND seq > l.above_seq) p
+         UNION {_DEAD_PORTION}) p
 {_delivery("p.seq")}
-"""  # noqa: S608
-_NTH_FAILURE = f"""
-(SELECT DISTINCT batch, seq FROM attempt_run
-  WHERE lane_id = l.lane_id AND outcome <> 'd' AND {_BATCHES}
-  ORDER BY batch DESC, seq DESC {_NTH})
- UNION ALL
-(SELECT batch, seq FROM dead_letter
-  WHERE lane_id = l.lane_id AND outbox_id IS NOT NULL AND {_BATCHES}
-  ORDER BY seq DESC {_NTH})
-"""  # noqa: S608
-
-_DEAD = f"""
-SELECT p.*, d.*
-  FROM (SELECT lane_id, batch, seq FROM dead_letter
-         WHERE lane_id = l.lane_id AND {_LETTER_MATCHES} AND {_PORTION}) p
-{_delivery("p.seq")}
-"""  # noqa: S608
-_NTH_DEAD = f"""
-SELECT batch FROM dead_letter
- WHERE lane_id = l.lane_id AND {_LETTER_MATCHES} AND {_BATCHES}
- ORDER BY seq DESC {_NTH}
-"""  # noqa: S608
-
+""",  # noqa: S608
+)
+_DEAD = _Source(
+    _NTH_DEAD,
+    f"SELECT p.*, d.* FROM ({_DEAD_PORTION}) p {_delivery('p.seq')}",  # noqa: S608
+)
 
 _STATUS_MATCHES = "status BETWEEN ($3::integer[])[1] AND ($3::integer[])[2]"
 
 
-# The conditions of a filter on a delivery `k`.  An event whose row is gone may have a copy in a
-# dead letter.  The nearest success at or below a number is its own, if it reaches so far.
+# The conditions $1 to $5 of a filter on a delivery `k`, of which at most $6 are taken.  An event
+# whose row is gone may have a copy in a dead letter.  The nearest success at or below a number is
+# its own, if it reaches so far.
 def _matched(order: str) -> str:
     return f"""
 event AS MATERIALIZED (
@@ -157,53 +172,71 @@ matched AS MATERIALIZED (
            SELECT seq + count > k.seq FROM attempt_run
             WHERE lane_id = k.lane_id AND batch = k.batch AND outcome = 'd'
               AND seq BETWEEN k.seq - {RUN_DELIVERIES_MAX - 1} AND k.seq
-            ORDER BY seq DESC LIMIT 1))
-     ORDER BY {order} LIMIT $5)
+            ORDER BY seq DESC LIMIT 1)
+        OR k.seq <= (SELECT acked_seq FROM lane_progress WHERE lane_id = k.lane_id)
+           AND NOT coalesce((
+               SELECT to_seq >= k.seq FROM dead_letter
+                WHERE lane_id = k.lane_id AND seq <= k.seq ORDER BY seq DESC LIMIT 1), false))
+       AND ($5::text IS NULL OR EXISTS (
+           SELECT FROM dead_letter WHERE lane_id = k.lane_id AND seq = k.seq AND reason = $5))
+     ORDER BY {order} LIMIT $6)
 """  # noqa: S608
 
 
 _NEWEST_FIRST = "k.batch DESC, k.outbox_id DESC, k.lane_id DESC, k.seq DESC"
-_FOUND = """
+
+
+def _walk(source: _Source) -> str:
+    """The next portion of a walk over the lanes $7 from their batches $8 on, above the numbers $9.
+
+    It goes down to the n-th newest run of the lane that has the newest one, or less far: until no
+    lane has more than n, apart from the batch where it ends.  So what is old in a quiet lane costs
+    nothing, and the portion is not larger than all lanes together have room for.
+
+    Parameters: $1 to $6, see `_matched`; $10, the position at which it begins; $11, runs of a lane;
+    $12, deliveries to scan.
+    """
+    newest = source.nth.format(low="l.floor_batch", skipped="0")
+    nth = source.nth.format(low="l.floor_batch", skipped="$11::integer - 1")
+    above = "greatest(l.floor_batch, coalesce(best.batch, -1) + 1)"
+    return f"""
+WITH given AS MATERIALIZED (
+    SELECT * FROM unnest($7::bigint[], $8::bigint[], $9::bigint[])
+                  AS l(lane_id, floor_batch, above_seq)),
+newest AS MATERIALIZED (
+    SELECT l.*, n.batch
+      FROM given l CROSS JOIN LATERAL (SELECT max(batch) AS batch FROM ({newest}) each) n
+     WHERE n.batch IS NOT NULL),
+best AS MATERIALIZED (
+    SELECT max(nth.batch) AS batch
+      FROM (SELECT * FROM newest ORDER BY batch DESC, lane_id LIMIT 1) l
+     CROSS JOIN LATERAL ({nth}) nth),
+reached AS MATERIALIZED (
+    SELECT greatest((SELECT batch FROM best), max(nth.batch)) AS batch
+      FROM best CROSS JOIN newest l
+     CROSS JOIN LATERAL ({source.nth.format(low=above, skipped="$11::integer - 1")}) nth
+     WHERE l.batch > coalesce(best.batch, -1)),
+scanned AS MATERIALIZED (
+    SELECT p.* FROM reached CROSS JOIN newest l CROSS JOIN LATERAL ({source.portion}) p
+     WHERE l.batch >= coalesce(reached.batch, 0)
+       AND (p.batch, p.outbox_id, p.lane_id, p.seq)
+           < ({_TOP}, ($10::bigint[])[2], ($10::bigint[])[3], ($10::bigint[])[4])
+     ORDER BY p.batch DESC, p.outbox_id DESC, p.lane_id DESC, p.seq DESC LIMIT $12),
+{_matched(_NEWEST_FIRST)}
 SELECT s.scanned, s.at, e.batch AS end_batch, e.outbox_id AS end_outbox_id,
        e.lane_id AS end_lane_id, e.seq AS end_seq, m.batch, m.outbox_id, m.lane_id, m.seq,
-       m.backfill_id, m.copy_id, {reached}
+       m.backfill_id, m.copy_id, (SELECT batch FROM reached) AS reached
   FROM (SELECT count(*) AS scanned, (SELECT at FROM batch WHERE batch = min(scanned.batch)) AS at
           FROM scanned) s
   LEFT JOIN (SELECT * FROM scanned ORDER BY batch, outbox_id, lane_id, seq LIMIT 1) e ON true
   LEFT JOIN matched m ON true
  ORDER BY m.batch DESC, m.outbox_id DESC, m.lane_id DESC, m.seq DESC
-"""
-
-
-def _walk(nth: str, portion: str) -> str:
-    """The next portion of a walk over the lanes $6 from their batches $7 on, above the numbers $8.
-
-    Parameters: $1 to $4 and $12, the filter; $5, rows; $9, the position at which it begins; $10,
-    runs of a lane; $11, deliveries to scan.
-
-    Args:
-        nth: the batch of the n-th newest in a lane.
-        portion: what is in a lane down to the batch `reached`.
-    """
-    return f"""
-WITH given AS MATERIALIZED (
-    SELECT * FROM unnest($6::bigint[], $7::bigint[], $8::bigint[])
-                  AS l(lane_id, floor_batch, above_seq)),
-reached AS MATERIALIZED (
-    SELECT max(nth.batch) AS batch FROM given l CROSS JOIN LATERAL ({nth}) nth),
-scanned AS MATERIALIZED (
-    SELECT p.* FROM reached CROSS JOIN given l CROSS JOIN LATERAL ({portion}) p
-     WHERE (p.batch, p.outbox_id, p.lane_id, p.seq)
-           < ({_TOP}, ($9::bigint[])[2], ($9::bigint[])[3], ($9::bigint[])[4])
-     ORDER BY p.batch DESC, p.outbox_id DESC, p.lane_id DESC, p.seq DESC LIMIT $11),
-{_matched(_NEWEST_FIRST)}
-{_FOUND.format(reached="(SELECT batch FROM reached) AS reached")}
 """  # noqa: S608
 
 
-WALK_DELIVERIES = _walk(_NTH_DELIVERY, _DELIVERIES)
-WALK_FAILURES = _walk(_NTH_FAILURE, _FAILURES)
-WALK_DEAD = _walk(_NTH_DEAD, _DEAD)
+WALK_DELIVERIES = _walk(_DELIVERIES)
+WALK_FAILURES = _walk(_FAILURES)
+WALK_DEAD = _walk(_DEAD)
 
 # What a page shows of deliveries: the nearest dead letter at or below a number may be a range that
 # holds it; the attempt is the last one, which for a success may stand in a run.  LIMIT 1: each is
@@ -216,9 +249,9 @@ SELECT e.id AS endpoint_id, e.name AS endpoint, p.outbox_id, p.backfill_id,
        CASE WHEN d.id IS NOT NULL THEN coalesce(t.state, d.state)
             WHEN a.outcome = 'd' OR p.seq <= g.acked_seq THEN 'delivered'
             ELSE 'pending' END AS outcome,
-       d.reason, d.id AS dead_letter, coalesce(a.attempt, d.attempts, 0) AS attempts,
-       coalesce(a.status, (d.last_response ->> 'status')::integer) AS status,
-       CASE WHEN a.status IS NULL THEN coalesce(a.failure, d.last_response ->> 'failure')
+       d.reason, d.id AS dead_letter, coalesce(a.attempt, own.attempts, 0) AS attempts,
+       coalesce(a.status, (own.last_response ->> 'status')::integer) AS status,
+       CASE WHEN a.status IS NULL THEN coalesce(a.failure, own.last_response ->> 'failure')
        END AS failure,
        a.elapsed_ms, coalesce(a.started_at, d.at, b.at) AS at, b.at AS sequenced_at
   FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[])
@@ -231,9 +264,12 @@ SELECT e.id AS endpoint_id, e.name AS endpoint, p.outbox_id, p.backfill_id,
        SELECT event_id, type, tenant, key FROM outbox WHERE id = p.outbox_id LIMIT 1) o ON true
   LEFT JOIN LATERAL (
        SELECT * FROM (
-           SELECT id, reason, state, at, attempts, last_response, to_seq FROM dead_letter
+           SELECT id, reason, state, at, attempts, last_response, seq, to_seq FROM dead_letter
             WHERE lane_id = p.lane_id AND seq <= p.seq ORDER BY seq DESC LIMIT 1) nearest
         WHERE to_seq >= p.seq) d ON true
+  -- Of a range, only the first delivery may have been sent.
+  LEFT JOIN LATERAL (
+       SELECT d.attempts, d.last_response WHERE d.seq = p.seq) own ON true
   LEFT JOIN LATERAL (
        SELECT event_id, type, tenant, key FROM dead_letter
         WHERE o.event_id IS NULL AND id IN (p.copy_id, d.id) AND event_id IS NOT NULL
@@ -254,21 +290,12 @@ SELECT e.id AS endpoint_id, e.name AS endpoint, p.outbox_id, p.backfill_id,
  ORDER BY p.n
 """  # noqa: S608
 
-# The deliveries of the events $6 in the lanes $7: from their batches, from replays and from
-# backfills.  As in `delivery_counts`, with index lookups only.
+# The deliveries of the events $7 in the lanes $8 (NULL: in all), after the position $9: from their
+# batches, from replays and from backfills.  As in `delivery_counts`, with index lookups only.
 FIND_BY_EVENTS = f"""
 WITH wanted AS MATERIALIZED (
     SELECT w.id, b.batch, b.lanes
-      FROM unnest($6::bigint[]) AS w(id)
-     CROSS JOIN LATERAL (
-           SELECT batch, young @> w.id AS late
-             FROM batch WHERE high >= w.id ORDER BY high, batch LIMIT 1) passed
-     CROSS JOIN LATERAL (
-           SELECT batch, lanes FROM batch WHERE NOT passed.late AND batch = passed.batch
-            UNION ALL
-          (SELECT batch, lanes FROM batch
-            WHERE passed.late AND batch > passed.batch
-              AND NOT isempty(found) AND found @> w.id ORDER BY batch LIMIT 1)) b),
+      FROM unnest($7::bigint[]) AS w(id) {BATCH_OF_EVENT}),
 scanned AS MATERIALIZED (
     SELECT d.* FROM (
         SELECT d.*
@@ -277,14 +304,36 @@ scanned AS MATERIALIZED (
                SELECT lane_id, batch, seq, outbox_id, backfill_id, copy_id FROM delivery
                 WHERE lane_id = lane.id AND batch = w.batch AND outbox_id = w.id
                   AND replay_id IS NULL AND backfill_id IS NULL OFFSET 0) d
-         WHERE ($7::bigint[] IS NULL OR lane.id = ANY ($7))
+         WHERE $8::bigint[] IS NULL OR lane.id = ANY ($8)
          UNION ALL
         SELECT d.* FROM wanted w CROSS JOIN LATERAL (
                SELECT lane_id, batch, seq, outbox_id, backfill_id, copy_id FROM delivery_run
                 WHERE outbox_id = w.id AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL)
-                  AND ($7::bigint[] IS NULL OR lane_id = ANY ($7))
-               OFFSET 0) d) d),
-{_matched("k.outbox_id DESC, k.batch DESC, k.lane_id, k.seq")}
+                  AND ($8::bigint[] IS NULL OR lane_id = ANY ($8))
+               OFFSET 0) d) d
+     WHERE (d.outbox_id, d.batch, d.lane_id, d.seq)
+           < (($9::bigint[])[2], ($9::bigint[])[1], ($9::bigint[])[3], ($9::bigint[])[4])),
+{_matched("k.outbox_id DESC, k.batch DESC, k.lane_id DESC, k.seq DESC")}
 SELECT lane_id, batch, seq, outbox_id, backfill_id, copy_id FROM matched
- ORDER BY outbox_id DESC, batch DESC, lane_id, seq
+ ORDER BY outbox_id DESC, batch DESC, lane_id DESC, seq DESC
 """  # noqa: S608
+
+# How far each lane has come, and the attempts of its first pending delivery.
+READ_LANE_ENDS = f"""
+SELECT lane_id, floor_batch, acked_seq,
+       CASE WHEN retry_seq = acked_seq + 1 THEN attempts ELSE 0 END AS attempts
+  FROM ({LANE_STATE} WHERE l.endpoint_id = ANY ($1)) s
+"""  # noqa: S608 (constants only)
+
+# The deliveries of the lanes $1 from their batches $2 on, above the numbers $3 and up to $4, at
+# most $5 of each lane.
+READ_ENDED = """
+SELECT d.lane_id, d.batch, d.seq, d.outbox_id, d.backfill_id, d.copy_id
+  FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::bigint[])
+       AS l(lane_id, from_batch, after_seq, to_seq)
+ CROSS JOIN LATERAL (
+       SELECT * FROM delivery
+        WHERE lane_id = l.lane_id AND batch >= l.from_batch AND seq > l.after_seq
+          AND seq <= l.to_seq
+        ORDER BY batch, seq LIMIT $5) d
+"""

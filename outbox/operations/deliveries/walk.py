@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.ids import delivery_id
+from outbox.operations.criteria import REASONS
 from outbox.operations.deliveries.model import (
     POSITION,
     DeliveryFilter,
@@ -18,7 +19,7 @@ from outbox.operations.deliveries.statements import (
     WALK_FAILURES,
 )
 from outbox.operations.pages import convert
-from outbox.operations.rows import RowPage, from_row
+from outbox.operations.rows import ID_MAX, RowPage, from_row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,11 +28,10 @@ if TYPE_CHECKING:
     from asyncpg import Connection, Record
 
 SCANNED_MAX = 20_000
-"""Deliveries that a page scans at."""
+"""Deliveries that a page scans."""
 RUNS_GROWTH = 8
-LANE_RUNS_MAX = 4096
-"""Runs of a lane in the first portion of a page are as many as one page needs if all lanes are
-equally busy; each next one has `RUNS_GROWTH` times as many."""
+"""A portion has at most so many times the runs of a lane that the one before had.  The first has as
+many as the page needs if all lanes are equally busy, and each next one what is missing by then."""
 _PLACE = ("lane_id", "batch", "seq", "outbox_id", "backfill_id", "copy_id")
 
 
@@ -61,29 +61,26 @@ class Walk:
 
     async def read(self, connection: Connection[Any]) -> None:
         """Read portions until the page is full, `SCANNED_MAX` is reached, or nothing is left."""
-        lanes = len(self._lanes[0])
-        runs = -(-self._wanted // max(lanes, 1)) + 1
+        runs = -(-self._wanted // max(len(self._lanes[0]), 1)) + 1
         while self.position is not None and len(self.rows) < self._wanted:
             scans = SCANNED_MAX - self.scanned
             if not self._only.searches:
                 scans = min(scans, self._wanted - len(self.rows))
             if scans <= 0:
                 return
-            found = await self._read_portion(connection, min(runs, LANE_RUNS_MAX), scans)
-            self._advance(found, scans)
-            runs *= RUNS_GROWTH
+            before = self.scanned
+            self._advance(await self._read_portion(connection, runs, scans), scans)
+            growth = (scans - 1) // max(self.scanned - before, 1) + 1
+            runs = min(runs * min(growth, RUNS_GROWTH), scans)
 
     async def _read_portion(
         self, connection: Connection[Any], runs: int, scans: int
     ) -> list[Record]:
         assert self.position is not None
         only = self._only
-        statement = WALK_DELIVERIES
-        reason: tuple[str | None, ...] = ()
+        statement = WALK_FAILURES if only.failed else WALK_DELIVERIES
         if only.outcome not in (None, "pending", "delivered"):
-            statement, reason = WALK_DEAD, (None if only.outcome == "dead" else only.outcome,)
-        elif only.failed:
-            statement = WALK_FAILURES
+            statement = WALK_DEAD
         found: list[Record] = await connection.fetch(
             statement,
             *filter_arguments(only),
@@ -92,7 +89,6 @@ class Walk:
             self.position,
             runs,
             scans,
-            *reason,
         )
         return found
 
@@ -105,7 +101,7 @@ class Walk:
             # Not from the position of the last row: others behind it were scanned, too.
             self.position = DeliveryPosition(*(extent[f"end_{name}"] for name in POSITION))
         elif extent["reached"] is not None:
-            self.position = DeliveryPosition(extent["reached"], 0, 0, 0)
+            self.position = DeliveryPosition(extent["reached"] - 1, ID_MAX, ID_MAX, ID_MAX)
         else:
             self.position = None
 
@@ -130,5 +126,6 @@ def _delivery(row: Record) -> DeliveryRow:
 
 
 def filter_arguments(only: DeliveryFilter) -> tuple[Any, ...]:
-    """The parameters $1 to $4 of a search."""
-    return only.types or None, only.tenant, only.status, only.outcome == "delivered"
+    """The parameters $1 to $5 of a search."""
+    reason = only.outcome if only.outcome in REASONS else None
+    return only.types or None, only.tenant, only.status, only.outcome == "delivered", reason

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.rows import from_row
 from outbox.store.retention.erasure import PLAN_BY_INDEX
+from outbox.store.sql.expressions import is_found_late
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,22 +18,25 @@ if TYPE_CHECKING:
 SEARCHED_LANES_MAX = 1000
 """Lanes of a batch that are searched for the deliveries of an event."""
 
-# Like the trace of an event, with index lookups only: its batch by `high`, or the batch that found
-# it late; its deliveries by the batch's lanes; and of each the nearest dead letter at or below its
-# sequence number, and the last attempt.  OFFSET 0 forces one index scan per lane.
-COUNT_DELIVERIES = """
-WITH wanted AS MATERIALIZED (
-    SELECT w.id, b.batch, b.lanes
-      FROM unnest($1::bigint[]) AS w(id)
+BATCH_OF_EVENT = f"""
      CROSS JOIN LATERAL (
-           SELECT batch, young @> w.id AS late
+           SELECT batch, {is_found_late("w.id")} AS late
              FROM batch WHERE high >= w.id ORDER BY high, batch LIMIT 1) passed
      CROSS JOIN LATERAL (
            SELECT batch, lanes FROM batch WHERE NOT passed.late AND batch = passed.batch
             UNION ALL
           (SELECT batch, lanes FROM batch
             WHERE passed.late AND batch > passed.batch
-              AND NOT isempty(found) AND found @> w.id ORDER BY batch LIMIT 1)) b
+              AND NOT isempty(found) AND found @> w.id ORDER BY batch LIMIT 1)) b"""  # noqa: S608
+"""The batch `b` that sequenced an event `w`, with its lanes."""
+
+# Like the trace of an event, with index lookups only: its batch by `high`, or the batch that found
+# it late; its deliveries by the batch's lanes; and of each the nearest dead letter at or below its
+# sequence number, and the last attempt.  OFFSET 0 forces one index scan per lane.
+COUNT_DELIVERIES = f"""
+WITH wanted AS MATERIALIZED (
+    SELECT w.id, b.batch, b.lanes
+      FROM unnest($1::bigint[]) AS w(id) {BATCH_OF_EVENT}
      WHERE cardinality(b.lanes) <= $2),
 given AS MATERIALIZED (
     SELECT w.id AS outbox_id, d.*
@@ -71,7 +75,7 @@ SELECT w.id,
        coalesce(sum(s.attempts), 0)::bigint AS attempts
   FROM wanted w LEFT JOIN stated s ON s.outbox_id = w.id
  GROUP BY w.id
-"""
+"""  # noqa: S608 (constants only)
 
 
 @dataclass(frozen=True, slots=True)

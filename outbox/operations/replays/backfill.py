@@ -44,11 +44,13 @@ SELECT b.high,
   FROM (SELECT high, young FROM batch ORDER BY batch DESC LIMIT 1) b
 """
 
-# The first and the last of chosen events that are sequenced: see READ_CURSOR.
-FIND_CHOSEN = """
+# The first and the last of chosen events that are sequenced, kept and not erased: see READ_CURSOR.
+FIND_CHOSEN = f"""
 SELECT min(id) AS first, max(id) AS last FROM outbox
- WHERE id = ANY ($1) AND id <= $2 AND NOT $3::int8multirange @> id
-"""
+ WHERE id = ANY ($1) AND id <= $2 AND NOT $3::int8multirange @> id AND erased_at IS NULL
+   AND id >= (SELECT min(number) * {WIDTH} FROM period
+               WHERE kind = 'events' AND dropped_at IS NULL)
+"""  # noqa: S608 (a constant only)
 
 # Ids increase with time: ids that a batch passed before `since` are older.  The scan starts
 # there for `since`, and at the upper end for `until`.
@@ -81,7 +83,8 @@ SELECT count(*)
    AND {matches_criteria("o", "created_at", "j")} AND {MATCHES} AND {FILTER_MET} IS NOT FALSE
 """  # noqa: S608 (constants only)
 COUNT_CHOSEN = f"""
-SELECT count(*) FROM ({COUNT_HISTORY.replace("count(*)", "o.id")}) o WHERE o.id = ANY ($10)
+SELECT count(*) FROM ({COUNT_HISTORY.replace("count(*)", "o.id, o.erased_at")}) o
+ WHERE o.id = ANY ($10) AND o.erased_at IS NULL
 """  # noqa: S608
 
 
@@ -155,7 +158,8 @@ async def request_backfill(
         if outbox_ids is not None and not await _count(change.db, part, gaps, only, outbox_ids):
             raise Conflict(
                 f'endpoint "{only.endpoint}" does not receive the chosen events: its types, filter '
-                "or tenant exclude them, or they are not sequenced yet; see: outbox trace"
+                "or tenant exclude them, or they are not sequenced yet, erased, or removed by "
+                "retention; see: outbox trace"
             )
         # This period must not be dropped before the job is added.
         oldest = await change.db.fetchval(READ_OLDEST)

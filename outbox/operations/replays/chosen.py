@@ -12,7 +12,7 @@ from outbox.store.connection.connect import map_errors
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from asyncpg import Connection
 
@@ -28,6 +28,7 @@ async def find_chosen(
     *,
     events: Sequence[str] = (),
     key: str | None = None,
+    once_key: Callable[[str], str] = str,
 ) -> list[int] | None:
     """Find the outbox ids of chosen events; None: none are chosen, so the criteria select.
 
@@ -35,6 +36,7 @@ async def find_chosen(
         criteria: their tenant restricts both; the rest of them restricts a key.
         events: an event id, X-Delivery, idempotency key or outbox id each.
         key: all events with this ordering key.
+        once_key: the stored form of an idempotency key.
 
     Raises:
         NotFound: there is no such event, or the key has none.
@@ -50,7 +52,9 @@ async def find_chosen(
         return None
     found: set[int] = set()
     for text in events:
-        match = await find_events(connection, schema, text, tenant=criteria.tenant)
+        match = await find_events(
+            connection, schema, text, tenant=criteria.tenant, once_key=once_key(text)
+        )
         if match.by == "key":
             raise UsageError(
                 f'"{text[:60]}" is an ordering key: give it as key, for all its events'

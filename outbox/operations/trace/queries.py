@@ -13,7 +13,6 @@ from uuid import UUID
 import orjson
 
 from outbox.core.model.ids import delivery_id, outbox_id_of
-from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import NotFound
 from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.dead_letters.queries import LAST_REPLAY
@@ -40,7 +39,7 @@ from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.lanes import lacks_end
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 from outbox.store.routing_change import READ_NOW
-from outbox.store.sql.expressions import PAYLOAD_SIZE, lease_runs
+from outbox.store.sql.expressions import PAYLOAD_SIZE, is_found_late, lease_runs
 from outbox.store.sql.type_match import FILTER_MET, TENANT_MATCHES, TYPE_MATCHES
 
 if TYPE_CHECKING:
@@ -70,14 +69,10 @@ SELECT b.high,
 """  # noqa: S608 (constants only)
 
 # The first batch whose `high` reaches the event; or, if the event was an open gap then, the
-# batch that found it, which follows the end of the producer's transaction closely.  The first
-# batch of the kept log sequences nothing: an event that it is the first to pass was sequenced
-# before it, or found later.
+# batch that found it, which follows the end of the producer's transaction closely.
 READ_SEQUENCED = f"""
 WITH passed AS MATERIALIZED (
-    SELECT batch, at, young @> $1::bigint OR batch > 0 AND batch = (
-               SELECT min(number) * {WIDTH} FROM period
-                WHERE kind = 'log' AND dropped_at IS NULL) AS late
+    SELECT batch, at, {is_found_late("$1")} AS late
       FROM batch WHERE high >= $1 ORDER BY high, batch LIMIT 1)
 SELECT b.batch, b.at, true AS late
   FROM passed CROSS JOIN LATERAL (
@@ -263,7 +258,7 @@ async def trace_delivery(
     (outbox_id,) = match.outbox_ids
     given = UUID(x_delivery)
     of = [each for each in ids if outbox_id_of(given, each) == outbox_id]
-    trace = await read_trace(connection, schema, outbox_id, endpoint_ids=of)
+    trace = await read_trace(connection, schema, outbox_id, endpoint_ids=of, limit=ID_MAX)
     deliveries = tuple(each for each in trace.deliveries if each.delivery_id == given)
     if not deliveries:
         raise NotFound(f"no delivery has the X-Delivery {given}")

@@ -220,6 +220,7 @@ SELECT p.last_id, o.id, o.tenant, o.type, {key_hash("o.key", "o.id")} AS key_has
         UNION ALL
        (SELECT id, tenant, type, key, created_at FROM outbox
          WHERE id = ANY (s.outbox_ids) AND id >= p.next_id AND id <= p.last_id
+           AND erased_at IS NULL
          ORDER BY id LIMIT $3)) o ON true
  ORDER BY o.id
 """  # noqa: S608

@@ -166,7 +166,7 @@ SUMMARIZE = WriteStatement("summarize", "SELECT summarize($1::bigint::oid::regcl
 HAS_MISSING_GUARDS = """
 SELECT EXISTS (SELECT FROM missing_guards())
    AND EXISTS (SELECT FROM pg_constraint
-                WHERE contype = 'f' AND connamespace = current_schema()::regnamespace)
+                WHERE contype = 'f' AND connamespace = quote_ident(current_schema())::regnamespace)
 """
 GUARD_EVENTS = WriteStatement("guard_events", "SELECT guard_events()")
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.model.event import EARLIEST, LATEST
 from outbox.core.model.response import HOLD_FAILURES, STREAM_HOLD_FAILURES
+from outbox.core.sequencing.partition_window import WIDTH
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -27,6 +28,20 @@ SERVER_FENCE = """(coalesce(server_timeline(), 0) << 32
             | coalesce((SELECT xmin::text::bigint FROM incarnation), 0))"""
 """`server_fence()`, for statements that are executed often: PostgreSQL plans the body of a function
 in SQL with each of them, which costs as much as all the rest of some."""
+
+
+def is_found_late(event: str) -> str:
+    """Whether the first batch to pass an event did not sequence it, but a later one that found it.
+
+    The first batch of the kept log sequences nothing: an event that it is the first to pass was
+    sequenced before it, or found later.
+
+    Args:
+        event: its outbox id.
+    """
+    return f"""(young @> {event}::bigint OR batch > 0 AND batch = (
+               SELECT min(number) * {WIDTH} FROM period
+                WHERE kind = 'log' AND dropped_at IS NULL))"""  # noqa: S608 (constants only)
 
 
 def lease_runs(row: str) -> str:

@@ -60,9 +60,12 @@ class LogExtent(ResponseModel):
     scanned_back_to: datetime | None
     """When the oldest scanned delivery was sequenced."""
     removed: RemovedLog | None
-    """What retention removed, on the last page."""
+    """What retention removed of the log, on the last page."""
+    events_removed: RemovedLog | None
+    """What it removed of the events, on the last page of a search for types or a tenant: their
+    deliveries match nothing, unless they are dead letters."""
     ranges: int
-    """Open dead letters of several deliveries, which are no part of a list of failures: see
+    """Dead letters of several deliveries, which are no part of a list of failures: see
     /v1/dead-letters."""
 
 
@@ -85,6 +88,7 @@ async def _read_page(call: Call[DeliveriesQuery, None], endpoint: str | None) ->
         ),
         key=query.key,
         event=query.event,
+        once_key=None if query.event is None else tenancy.stored_key(call.tenant, query.event),
         limit=query.limit,
         after=None if query.after is None else DeliveryPosition.parse(query.after),
     )
@@ -96,6 +100,7 @@ async def _read_page(call: Call[DeliveriesQuery, None], endpoint: str | None) ->
             "scanned": page.scanned if call.tenant is None else None,
             "scanned_back_to": page.scanned_back_to,
             "removed": page.removed,
+            "events_removed": page.events_removed,
             "ranges": page.ranges,
         },
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, model_validator
@@ -106,7 +107,13 @@ async def _start_backfill(call: Call[NoQuery, BackfillBody]) -> Any:
     await tenancy.require_endpoint(call.db, call.tenant, body.endpoint)
     tenant = tenancy.resolve_tenant(call.tenant, body.tenant)
     history = Criteria(body.endpoint, body.type, tenant=tenant, since=body.since, until=body.until)
-    chosen = await call.run(find_chosen, history, events=body.events, key=body.key)
+    chosen = await call.run(
+        find_chosen,
+        history,
+        events=body.events,
+        key=body.key,
+        once_key=partial(tenancy.stored_key, call.tenant),
+    )
     if body.dry_run:
         return await call.run(backfill.plan_backfill, history, outbox_ids=chosen)
     job = await call.run(

@@ -119,11 +119,13 @@ class World:
         self.api = self.api.with_token(secret)
         once = await self.api.post("/v1/events", {"type": "a.b", "once": "same-once", "key": "k"})
         letter, *_ = await self.api.items("/v1/dead-letters")
+        (sent, *_) = (await self.api.get("/v1/deliveries")).json["items"]
         self.ids = {
             "letter": letter["id"],
             "event": letter["event"],
             "waits": once.json["id"],
             "job": made.json["id"],
+            "delivery": sent["delivery"],
         }
 
     @property
@@ -187,6 +189,14 @@ class World:
             case "GET", "/v1/trace/{id}":
                 for text in (ids["event"], ids["waits"], "same-key", "same-once", "nobody's"):
                     yield f"/v1/trace/{text}", None, {"payload": True}
+            case "GET", "/v1/deliveries":
+                yield path, None, {}
+                yield path, None, {"key": "same-key"}
+                yield path, None, {"failed": True}
+                yield path, None, {"type": "a.*", "outcome": "delivered"}
+            case "GET", "/v1/deliveries/{id}":
+                for text in (ids["delivery"], ids["event"], "same-key", "nobody's"):
+                    yield f"/v1/deliveries/{text}", None, {}
             case "GET", "/v1/replays":
                 yield path, None, {"state": "all"}
             case "GET", _ if "{" not in path:

@@ -205,6 +205,15 @@ async def test_a_restore_creates_its_triggers_itself(database: Database) -> None
         assert await PartitionStore(db).guard()
 
 
+async def test_missing_triggers_are_repaired_in_a_schema_of_any_name(database: Database) -> None:
+    async with database.connection() as db:
+        await migrate(db, "Shop")
+    async with database.connection(server_settings={"search_path": '"Shop"'}) as db:
+        await db.execute("DROP TRIGGER refuse_delete ON outbox")
+        assert await PartitionStore(db).guard()
+        assert not await PartitionStore(db).guard()
+
+
 async def test_a_foreign_table_cannot_become_a_partition(db: Connection[Any]) -> None:
     """PostgreSQL refuses it, because of the primary key."""
     await db.execute(
