@@ -667,7 +667,7 @@ async def _erasure_of_responses(log: LongLog) -> Case:
                      WHERE batch BETWEEN {min(batches)} AND {max(batches)}"""
     erased = f"UPDATE outbox SET erased_at = now() WHERE id = ANY ('{{{','.join(map(str, ids))}}}')"
     # The first call plans the function.
-    pages = FOUR * len(ids) * (PER_BATCH + 40) + 1000
+    pages = FOUR * len(ids) * (PER_BATCH + 40) + 1100
     return Case(ERASE_RESPONSES.sql, (ids,), len(ids), pages, before=(responses, erased))
 
 

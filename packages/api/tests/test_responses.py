@@ -93,12 +93,17 @@ async def receiver() -> AsyncIterator[Address]:
 async def asked(api: Api, tenant: str | None) -> dict[str, bytes]:
     """The responses of all routes by path."""
     own = tenant or "our"
+    sent = (await api.get("/v1/deliveries", key="k")).json["items"]
     letters = [row["id"] for row in await api.items("/v1/dead-letters", state="all")]
     places: dict[str, list[str]] = {
         "/v1/endpoints/{name}": [f"/v1/endpoints/{own}-{kind}" for kind in KINDS],
         "/v1/dead-letters/{id}": [f"/v1/dead-letters/{each}" for each in letters],
         "/v1/endpoints/{name}/history": [f"/v1/endpoints/{own}-{KINDS[0]}/history"],
         "/v1/endpoints/{name}/preview": [f"/v1/endpoints/{own}-{kind}/preview" for kind in KINDS],
+        "/v1/endpoints/{name}/deliveries": [
+            f"/v1/endpoints/{own}-{kind}/deliveries" for kind in KINDS
+        ],
+        "/v1/deliveries/{id}": [f"/v1/deliveries/{each['delivery']}" for each in sent],
         "/v1/trace/{id}": ["/v1/trace/k"],
         "/v1/schedules/{name}": [],
         "/v1/once/{key}": [],
@@ -113,12 +118,15 @@ async def asked(api: Api, tenant: str | None) -> dict[str, bytes]:
             continue
         for path in places.get(route.path, [route.path]):
             query: dict[str, object] = {"payload": True} if "trace" in path else {}
+            if path == "/v1/deliveries":
+                query = {"key": "k"}
             if "preview" in path:
                 query = {"event": "k"}
             response = await api.get(path, **query)
             assert response.status == 200, (path, response.raw)
             output[path] = response.raw
     assert len(letters) >= 2
+    assert len(sent) >= len(KINDS)
     return output
 
 
@@ -147,6 +155,7 @@ async def test_only_operators_see_receiver_responses(
         assert {"/v1/endpoints/our-busy", "/v1/endpoints/our-garbled", "/v1/trace/k"} <= received
         assert "/v1/status" in received
         assert any(path.startswith("/v1/dead-letters/") for path in received)
+        assert any(path.startswith("/v1/deliveries/") for path in received)
     with subtests.test("operational events"):
         await contain_no_response(database)
 
