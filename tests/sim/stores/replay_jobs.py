@@ -77,7 +77,7 @@ def read_job(db: Database, tx: Transaction, job_id: int) -> ReplayJob | None:
         return None
     parts = [p for p in tx.rows(db.replay_job_endpoint) if p["job_id"] == job_id]
     names = ("id", "kind", "state", "endpoint", "since", "rate_per_s")
-    unknown = ("types", "tenant", "reason", "until")
+    unknown = ("types", "tenant", "reason", "until", "events")
     columns: dict[str, Any] = {name: row[name] for name in names} | dict.fromkeys(unknown)
     return ReplayJob(
         **columns,
