@@ -32,9 +32,10 @@ async def request_backfill(
     *,
     actor: str,
     rate_per_s: float | None = None,
+    outbox_ids: Sequence[int] | None = None,
 ) -> int:
-    if criteria.until is not None or criteria.types:
-        raise NotImplementedError("a backfill of the simulation is of all types, up to now")
+    if criteria.until is not None or criteria.types or outbox_ids is not None:
+        raise NotImplementedError("a backfill of the simulation is of all events, up to now")
 
     async def plan(change: Change) -> None:
         endpoint_id, first, last, gaps = await _find_range(change.db, criteria)
