@@ -86,6 +86,7 @@ class _Source(NamedTuple):
     """The deliveries down to the batch `reached`."""
 
 
+# Both functions in one list: a join with `unnest` costs more for a run of one.
 _DELIVERIES = _Source(
     f"""
 SELECT batch FROM delivery_run
@@ -93,11 +94,12 @@ SELECT batch FROM delivery_run
  ORDER BY batch DESC, seq DESC OFFSET {{skipped}} LIMIT 1
 """,  # noqa: S608
     f"""
-SELECT r.lane_id, r.batch, r.seq + u.n - 1 AS seq, r.outbox_id + u.after AS outbox_id,
-       r.backfill_id, r.copy_id
-  FROM (SELECT * FROM delivery_run WHERE lane_id = l.lane_id AND {_PORTION} OFFSET 0) r
- CROSS JOIN LATERAL unnest(coalesce(r.offsets, '{{0}}')) WITH ORDINALITY AS u(after, n)
- WHERE r.seq + u.n - 1 > l.above_seq
+SELECT lane_id, batch, seq + n - 1 AS seq, outbox_id + after AS outbox_id, backfill_id, copy_id
+  FROM (SELECT lane_id, batch, seq, outbox_id, backfill_id, copy_id,
+               unnest(coalesce(offsets, '{{0}}')) AS after,
+               generate_subscripts(coalesce(offsets, '{{0}}'), 1) AS n
+          FROM delivery_run WHERE lane_id = l.lane_id AND {_PORTION} OFFSET 0) r
+ WHERE seq + n - 1 > l.above_seq
 """,  # noqa: S608 (constants only)
 )
 
@@ -138,7 +140,7 @@ _STATUS_MATCHES = "status BETWEEN ($3::integer[])[1] AND ($3::integer[])[2]"
 
 # The conditions $1 to $5 of a filter on a delivery `k`, of which at most $6 are taken.  An event
 # whose row is gone may have a copy in a dead letter.  The nearest success at or below a number is
-# its own, if it reaches so far.
+# its own, if it reaches so far; after a first attempt that succeeded, none has failed.
 def _matched(order: str) -> str:
     return f"""
 event AS MATERIALIZED (
@@ -157,22 +159,23 @@ wanted_type AS MATERIALIZED (
     SELECT o.type FROM (SELECT DISTINCT type FROM event) o, (SELECT $1::text[] AS types) s
      WHERE {TYPE_MATCHES}),
 matched AS MATERIALIZED (
-    SELECT k.* FROM event k
+    SELECT k.*
+      FROM event k
+      LEFT JOIN LATERAL (
+           SELECT seq + count > k.seq AS is_own, attempt, {_STATUS_MATCHES} AS matches
+             FROM attempt_run
+            WHERE ($3::integer[] IS NOT NULL OR $4::boolean)
+              AND lane_id = k.lane_id AND batch = k.batch AND outcome = 'd'
+              AND seq BETWEEN k.seq - {RUN_DELIVERIES_MAX - 1} AND k.seq
+            ORDER BY seq DESC LIMIT 1) success ON success.is_own
      WHERE ($1::text[] IS NULL OR k.type IN (SELECT type FROM wanted_type))
        AND ($2::text IS NULL OR k.tenant = $2)
-       AND ($3::integer[] IS NULL OR EXISTS (
+       AND ($3::integer[] IS NULL OR success.matches
+        OR success.attempt IS DISTINCT FROM 1 AND EXISTS (
            SELECT FROM attempt_run
             WHERE lane_id = k.lane_id AND batch = k.batch AND seq = k.seq AND outcome <> 'd'
-              AND {_STATUS_MATCHES})
-        OR (SELECT seq + count > k.seq AND {_STATUS_MATCHES} FROM attempt_run
-             WHERE lane_id = k.lane_id AND batch = k.batch AND outcome = 'd'
-               AND seq BETWEEN k.seq - {RUN_DELIVERIES_MAX - 1} AND k.seq
-             ORDER BY seq DESC LIMIT 1))
-       AND (NOT $4::boolean OR (
-           SELECT seq + count > k.seq FROM attempt_run
-            WHERE lane_id = k.lane_id AND batch = k.batch AND outcome = 'd'
-              AND seq BETWEEN k.seq - {RUN_DELIVERIES_MAX - 1} AND k.seq
-            ORDER BY seq DESC LIMIT 1)
+              AND {_STATUS_MATCHES}))
+       AND (NOT $4::boolean OR success.is_own
         OR k.seq <= (SELECT acked_seq FROM lane_progress WHERE lane_id = k.lane_id)
            AND NOT coalesce((
                SELECT to_seq >= k.seq FROM dead_letter

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.ids import delivery_id
+from outbox.core.model.response_policy import is_success
 from outbox.operations.criteria import REASONS
 from outbox.operations.deliveries.model import (
     POSITION,
@@ -78,7 +79,9 @@ class Walk:
     ) -> list[Record]:
         assert self.position is not None
         only = self._only
-        statement = WALK_FAILURES if only.failed else WALK_DELIVERIES
+        statement = WALK_DELIVERIES
+        if only.failed or (only.status is not None and not is_success(only.status.low)):
+            statement = WALK_FAILURES
         if only.outcome not in (None, "pending", "delivered"):
             statement = WALK_DEAD
         found: list[Record] = await connection.fetch(
