@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,10 +16,20 @@ from outbox.cli.common import (
     run_until_signal,
     settings_options,
 )
-from outbox.cli.filter_options import time_options
-from outbox.cli.output import cell, clock_time, echo, emit_json, emit_table, style
+from outbox.cli.filter_options import time_options, type_option
+from outbox.cli.output import (
+    cell,
+    clock_time,
+    echo,
+    emit_json,
+    emit_table,
+    state_text,
+    style,
+    style_state,
+)
 from outbox.core.model.text import count
 from outbox.errors import UsageError
+from outbox.operations.criteria import REASONS
 from outbox.operations.deliveries.follow import DeliveryFollower
 from outbox.operations.deliveries.model import (
     OUTCOMES,
@@ -31,6 +40,8 @@ from outbox.operations.deliveries.model import (
 from outbox.operations.deliveries.queries import list_deliveries
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from outbox.config import Settings
     from outbox.operations.criteria import When
     from outbox.operations.deliveries.model import DeliveryPage, DeliveryRow
@@ -43,36 +54,29 @@ _COLUMNS = [
 ]  # fmt: skip
 
 
-def _outcome(row: DeliveryRow) -> str:
-    state = row.outcome.replace("_", " ")
-    return f"{state} ({row.reason})" if row.reason else state
+def _result(row: DeliveryRow) -> Any:
+    return row.failure if row.status is None else row.status
 
 
-def _values(row: DeliveryRow) -> list[Any]:
-    elapsed = None if row.elapsed_ms is None else f"{row.elapsed_ms:.0f}"
-    return [
-        row.at,
-        row.endpoint,
-        _outcome(row),
-        row.failure if row.status is None else row.status,
-        elapsed,
-        row.attempts,
-        row.type,
-        row.key,
-        row.lane,
-        row.sequence,
-        row.delivery,
-    ]
+_FORMATTED: dict[str, Callable[[DeliveryRow], Any]] = {
+    "outcome": lambda row: state_text(row.outcome, row.reason),
+    "status": _result,
+    "ms": lambda row: None if row.elapsed_ms is None else f"{row.elapsed_ms:.0f}",
+}
+
+
+def _value(row: DeliveryRow, column: str) -> Any:
+    return _FORMATTED[column](row) if column in _FORMATTED else getattr(row, column)
 
 
 def _show(page: DeliveryPage, *, endpoint: str | None, limit: int) -> None:
     left_out = {"endpoint"} if endpoint is not None else set()
     if all(row.key is None for row in page.deliveries):
         left_out.add("key")
-    shown = [i for i, name in enumerate(_COLUMNS) if name not in left_out]
+    columns = [each for each in _COLUMNS if each not in left_out]
     emit_table(
-        [_COLUMNS[i] for i in shown],
-        [[values[i] for i in shown] for values in map(_values, page.deliveries)],
+        columns,
+        [[_value(row, each) for each in columns] for row in page.deliveries],
         "no deliveries" if page.next is None else "none among those that were searched",
     )
     for note in _notes(page, limit):
@@ -128,18 +132,12 @@ X-Delivery that the receiver saw. All attempts with their responses: outbox trac
     metavar="OUTCOME",
     type=click.Choice(OUTCOMES),
     help="Only pending, delivered or dead ones, or dead letters with one reason: "
-    f"{', '.join(OUTCOMES[3:])}.",
+    f"{', '.join(REASONS)}.",
 )
 @click.option(
     "--status", metavar="STATUS", help="Only those with an attempt of this status: 404, 5xx."
 )
-@click.option(
-    "--type",
-    "types",
-    metavar="PATTERN",
-    multiple=True,
-    help='Only events of this type, such as "order.*"; repeatable.',
-)
+@type_option
 @click.option("--key", metavar="KEY", help="Only events with this ordering key, by event.")
 @click.option(
     "--event", metavar="ID", help="Only this event: an event id, X-Delivery, key or outbox id."
@@ -217,26 +215,21 @@ async def _follow(settings: Settings, follower: DeliveryFollower, *, as_json: bo
                     emit_json(row)
                 else:
                     echo(_line(row))
-            sys.stdout.flush()
             await asyncio.sleep(FOLLOW_POLL_S)
-
-
-_COLOURS = {"delivered": "green", "replayed": "green", "pending": "yellow", "replaying": "yellow"}
 
 
 def _line(row: DeliveryRow) -> str:
     """A delivery on a line, as it is followed."""
-    at, *_, lane, sequence, delivery = _values(row)
-    result = row.failure if row.status is None else row.status
+    result = _result(row)
     attempts = f", attempt {row.attempts}" if row.attempts > 1 else ""
     words = [
-        style(clock_time(at), dim=True),
+        style(clock_time(row.at), dim=True),
         row.endpoint,
-        style(_outcome(row), fg=_COLOURS.get(row.outcome, "red")),
+        style_state(row.outcome, row.reason),
         f"{'' if result is None else result}{attempts}",
         cell(row.type),
         cell(row.key),
-        f"{lane} {sequence}",
-        cell(delivery),
+        f"{row.lane} {row.sequence}",
+        cell(row.delivery),
     ]
     return "  ".join(words)

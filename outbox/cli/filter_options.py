@@ -74,15 +74,16 @@ def _all_of(*options: Decorator) -> Decorator:
     return add
 
 
+type_option = click.option(
+    "--type",
+    "types",
+    metavar="PATTERN",
+    multiple=True,
+    help='Only events of this type, such as "order.*"; repeatable.',
+)
 filter_options = _all_of(
     click.option("--endpoint", metavar="NAME", help="Only dead letters of this endpoint."),
-    click.option(
-        "--type",
-        "types",
-        metavar="PATTERN",
-        multiple=True,
-        help='Only events of this type, such as "order.*"; repeatable.',
-    ),
+    type_option,
     click.option("--tenant", metavar="NAME", help="Only dead letters of this tenant."),
     click.option(
         "--reason",

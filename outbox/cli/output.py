@@ -105,6 +105,22 @@ def style(text: str, **styles: Any) -> str:
     return click.style(text, **styles).replace("\x1b", _OWN_ESCAPE)
 
 
+_STATE_COLOURS = {
+    "delivered": "green", "replayed": "green", "pending": "yellow", "replaying": "yellow",
+}  # fmt: skip
+
+
+def style_state(state: str, reason: str | None = None) -> str:
+    """The state of a delivery, with the reason of a dead letter, coloured by what it means."""
+    return style(state_text(state, reason), fg=_STATE_COLOURS.get(state, "red"))
+
+
+def state_text(state: str, reason: str | None = None) -> str:
+    """Its text without a colour, for tables."""
+    text = state.replace("_", " ")
+    return f"{text} ({reason})" if reason else text
+
+
 NEVER_YEAR = 9999
 """Times from this year on mean "never": PostgreSQL's infinity becomes the last one of Python."""
 

@@ -14,6 +14,7 @@ from outbox.cli.common import (
     limit_option,
     note_next_page,
     print_result,
+    run_connected,
     run_operation,
     settings_options,
 )
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.operations.criteria import When
+    from outbox.operations.replays.backfill import BackfillPlan
     from outbox.operations.replays.jobs import ReplayJob
 
 job_argument = click.argument("job_id", metavar="JOB", type=click.IntRange(1, ID_MAX))
@@ -179,9 +181,17 @@ def command(
         )
 
     history = Criteria(endpoint, types, tenant=tenant, since=since, until=until)
-    outbox_ids = run_operation(settings, find_chosen, history, events=events, key=key)
+    schema = settings.schema_name
+
+    async def choose(connection: Connection[Any]) -> list[int] | None:
+        return await find_chosen(connection, schema, history, events=events, key=key)
+
+    async def plan_it(connection: Connection[Any]) -> BackfillPlan:
+        chosen = await choose(connection)
+        return await backfill.plan_backfill(connection, schema, history, outbox_ids=chosen)
+
     if dry_run:
-        plan = run_operation(settings, backfill.plan_backfill, history, outbox_ids=outbox_ids)
+        plan = run_connected(settings, plan_it)
         if as_json:
             emit_json(plan)
         else:
@@ -190,14 +200,13 @@ def command(
         return
 
     async def start(connection: Connection[Any]) -> tuple[ReplayJob, int]:
-        schema = settings.schema_name
         job_id = await backfill.request_backfill(
             connection,
             schema,
             history,
             actor=actor(),
             rate_per_s=rate_per_s,
-            outbox_ids=outbox_ids,
+            outbox_ids=await choose(connection),
         )
         return await replay_jobs.get_job(connection, schema, job_id), job_id
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import before_id_option, print_result, run_operation, warn
-from outbox.cli.output import cell, describe_payload, echo, emit_pairs, fold, style
+from outbox.cli.output import cell, describe_payload, echo, emit_pairs, fold, style, style_state
 from outbox.core.model.text import count
 from outbox.operations.events.future import describe
 from outbox.operations.trace import queries as trace
@@ -162,14 +162,9 @@ def _sequenced(event_trace: EventTrace) -> str:
     )
 
 
-_COLOURS = {"delivered": "green", "replayed": "green", "pending": "yellow", "replaying": "yellow"}
-
-
 def _show_delivery(delivery: TracedDelivery, published_at: datetime) -> None:
-    state = delivery.state.replace("_", " ")
-    colour = _COLOURS.get(delivery.state, "red")
     echo(
-        f"{style(delivery.endpoint, bold=True)}  {style(state, fg=colour)}  "
+        f"{style(delivery.endpoint, bold=True)}  {style_state(delivery.state)}  "
         f"sequence {delivery.sequence} of lane {delivery.lane}  X-Delivery {delivery.delivery_id}"
     )
     rows = list(_timeline(delivery, published_at))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.ids import lane_name
-from outbox.operations.lanes import LANE_STATE, is_waited_for, retry_state
+from outbox.operations.lanes import HEAD_ATTEMPTS, LANE_STATE, is_waited_for
 from outbox.operations.rows import RowPage, from_row
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.endpoints import FIND_ID, endpoint_not_found
@@ -21,14 +21,14 @@ KEYED_DELIVERIES_MAX = 200
 """The first pending deliveries of a lane whose keys are counted."""
 
 # Of each lane with pending deliveries, the first one, and the most frequent key of the first ones.
-# OFFSET 0 keeps it an index lookup in each lane.
 READ_BACKLOGS = f"""
 WITH lanes AS MATERIALIZED ({LANE_STATE} WHERE l.endpoint_id = $1),
 waited_for AS MATERIALIZED (
     SELECT min(o.generation) AS generation FROM lanes o JOIN endpoint e ON e.id = o.endpoint_id
      WHERE {is_waited_for("o")})
-SELECT s.endpoint_id, s.generation, s.slot, s.acked_seq, s.last_seq - s.acked_seq AS pending,
-       s.attempts, s.spent, s.next_attempt_at, NULL::text AS last_response, s.retry_seq,
+SELECT s.endpoint_id, s.generation, s.slot, s.acked_seq + 1 AS sequence,
+       s.last_seq - s.acked_seq AS pending, {HEAD_ATTEMPTS} AS attempts,
+       CASE WHEN retry_seq = acked_seq + 1 THEN attempts - spent ELSE 0 END AS probes,
        b.seq IS NOT NULL AS blocked,
        coalesce(s.generation > (SELECT generation FROM waited_for), false) AS waits,
        first.event_id AS event, first.type, first.key,
@@ -104,13 +104,5 @@ async def list_backlogs(
 
 
 def _backlog(row: Any) -> LaneBacklog:
-    failing = row["retry_seq"] == row["acked_seq"] + 1
-    retry = retry_state(row, failing=failing)
-    return from_row(
-        LaneBacklog,
-        row,
-        lane=lane_name(row["endpoint_id"], row["generation"], row["slot"]),
-        sequence=row["acked_seq"] + 1,
-        attempts=retry["attempts"],
-        probes=retry["probes"],
-    )
+    lane = lane_name(row["endpoint_id"], row["generation"], row["slot"])
+    return from_row(LaneBacklog, row, lane=lane)

@@ -56,6 +56,8 @@ BLOCKED_BY = """
 """The dead letter of a block `b`, which may be a range that includes its sequence number."""
 FAILING = "l.attempts > 0 AND l.retry_seq = l.acked_seq + 1"
 """Whether the first pending delivery of a lane `l` has failed at least once."""
+HEAD_ATTEMPTS = "CASE WHEN retry_seq = acked_seq + 1 THEN attempts ELSE 0 END"
+"""Attempts of the first pending delivery of a lane; what is stored of an earlier one is stale."""
 FAILING_LANES = f"""
        (SELECT count(*) FROM lane_progress l WHERE l.endpoint_id = e.id AND {FAILING})"""  # noqa: S608
 """Number of failing lanes of an endpoint `e`, as their owner last stored their progress."""

@@ -13,10 +13,8 @@ import pytest
 from outbox.operations.deliveries import walk
 from outbox.operations.deliveries.model import DeliveryPosition
 from tests.support import process
+from tests.support.delivery_log import becomes
 from tests.support.relay import (
-    BUSY,
-    OK,
-    REFUSED,
     Network,
     add_endpoint,
     all_ended,
@@ -26,17 +24,10 @@ from tests.support.relay import (
 )
 
 if TYPE_CHECKING:
-    from outbox.core.model.response import AttemptResult
     from tests.support.commands import Command
     from tests.support.postgres import Database
-    from tests.support.relay import Sent
 
 pytestmark = pytest.mark.one_major
-
-
-def becomes(sent: Sent) -> AttemptResult:
-    """What the receiver responds, by the payload."""
-    return {"bad": REFUSED, "busy": BUSY if sent.attempt == 1 else OK}.get(sent.body["data"], OK)
 
 
 async def deliver(database: Database, *payloads: str, **columns: Any) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.model.response import AttemptResult, Failure
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import NotFound, UsageError
 from outbox.operations.criteria import Criteria, DeadLetterSelection
@@ -26,7 +25,7 @@ from outbox.operations.deliveries.statements import WALK_DELIVERIES
 from outbox.operations.events.queries import search_events
 from outbox.operations.trace.queries import trace_delivery
 from outbox.store.retention.erasure import PLAN_BY_INDEX
-from tests.support.delivery_log import Logged, any_filter, at, write_log
+from tests.support.delivery_log import Logged, any_filter, at, becomes, write_log
 from tests.support.plans import explain
 from tests.support.ranges import sequence_all
 from tests.support.relay import (
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.core.model.response import AttemptResult
     from outbox.operations.deliveries.model import DeliveryRow
     from tests.support.postgres import Database
     from tests.support.relay import Sent
@@ -134,18 +134,6 @@ def assert_row(row: DeliveryRow, each: Logged) -> None:
 
 
 # ------------------------------------------------------------ of a real relay
-
-
-def becomes(sent: Sent) -> AttemptResult:
-    """What the receiver responds, by the payload."""
-    match sent.body["data"]:
-        case "busy" if sent.attempt == 1:
-            return BUSY
-        case "late" if sent.attempt == 1:
-            return AttemptResult.failed(Failure.TIMEOUT, "", 15.0)
-        case "bad":
-            return REFUSED
-    return OK
 
 
 async def test_a_row_shows_what_the_receiver_saw(database: Database, db: Connection[Any]) -> None:

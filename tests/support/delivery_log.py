@@ -7,13 +7,17 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.model.response import AttemptResult, Failure
 from outbox.operations.deliveries.model import DeliveryFilter, StatusRange
+from tests.support.relay import BUSY, OK, REFUSED
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterator, Sequence
 
     from asyncpg import Connection
+
+    from tests.support.relay import Sent
 
 BEGAN = datetime(2026, 3, 1, 12, tzinfo=UTC)
 BATCHES_MAX = 40
@@ -41,6 +45,20 @@ SELECT endpoint_id, id, $2, $3, $3, $4, gen_random_uuid(), $5, $6, $7, $8 FROM l
 """
 _PROGRESS = "UPDATE lane_progress SET acked_seq = $2 WHERE lane_id = $1"
 _COUNTER = "UPDATE lane_counter SET last_seq = $2 WHERE lane_id = $1"
+
+
+def becomes(sent: Sent) -> AttemptResult:
+    """What a receiver answers, by the payload: `well`, `busy`, `late`, `bad` or `gone`."""
+    match sent.body["data"]:
+        case "busy" if sent.attempt == 1:
+            return BUSY
+        case "late" if sent.attempt == 1:
+            return AttemptResult.failed(Failure.TIMEOUT, "", 15.0)
+        case "bad":
+            return REFUSED
+        case "gone":
+            return AttemptResult.failed(Failure.DNS, "no such name", 0.25)
+    return OK
 
 
 def at(batch: int) -> datetime:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING
 
 import click
@@ -15,6 +14,7 @@ from outbox.core.messages.ed25519 import PUBLIC_PREFIX
 from outbox.core.model.text import count
 from outbox.operations.endpoints import secrets as endpoint_secrets
 from outbox.operations.endpoints import states as endpoint_states
+from outbox.operations.endpoints.missed import replay_command
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
@@ -48,12 +48,10 @@ def _show_enabled(change: StateChange) -> None:
         echo("it has missed no event while it was disabled")
         return
     at_least = "at least " if change.missed_more else ""
-    since, until = change.missed_since, change.missed_until
     echo(
         f"it has missed {at_least}{count(change.missed, 'event')} while it was disabled; "
         "to send what it has missed:",
-        f"  outbox replay --endpoint {shlex.quote(name)} --since {since.isoformat()} "
-        f"--until {until.isoformat()}",
+        f"  {replay_command(name, change.missed_since, change.missed_until)}",
     )
     if change.sent_again:
         again = count(change.sent_again, "event")

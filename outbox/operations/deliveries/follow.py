@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outbox.core.model import pattern
-from outbox.operations.deliveries.queries import find_endpoints
+from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.deliveries.statements import READ_ENDED, READ_LANE_ENDS
 from outbox.operations.deliveries.walk import read_rows
 from outbox.store.connection.connect import map_errors
@@ -65,8 +65,9 @@ class DeliveryFollower:
                 await connection.execute(PLAN_BY_INDEX)
                 if self._endpoint_ids is None or self._endpoint is None:
                     # An endpoint keeps its id when it is renamed.
-                    self._endpoint_ids = await find_endpoints(
-                        connection, self._endpoint, self._tenant
+                    of_tenant = self._tenant if self._endpoint is None else None
+                    self._endpoint_ids = await find_endpoint_ids(
+                        connection, self._endpoint, of_tenant
                     )
                 states = await connection.fetch(READ_LANE_ENDS, self._endpoint_ids or [])
                 if self._ends is None:

@@ -117,9 +117,14 @@ class DeliveryFilter:
             )
 
     @property
+    def reason(self) -> str | None:
+        """The reason of dead letters that the outcome names; None: it names none."""
+        return self.outcome if self.outcome in REASONS else None
+
+    @property
     def searches(self) -> bool:
         """Whether deliveries are scanned that do not match."""
-        by_outcome = self.outcome == "delivered" or self.outcome in REASONS
+        by_outcome = self.outcome == "delivered" or self.reason
         return bool(self.types or self.status or self.tenant or by_outcome)
 
     @property

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.errors import UsageError
 from outbox.operations.criteria import (
-    REASONS,
     Criteria,
     absolute_time,
     find_endpoint_ids,
@@ -30,7 +29,6 @@ from outbox.operations.deliveries.model import (
 from outbox.operations.deliveries.statements import (
     COUNT_RANGES,
     FIND_BY_EVENTS,
-    FIND_TENANTS_ENDPOINTS,
     READ_BATCH_RANGE,
     READ_LANES,
     READ_PENDING_LANES,
@@ -104,7 +102,8 @@ async def list_deliveries(
     with map_errors(schema):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
             await connection.execute(PLAN_BY_INDEX)
-            endpoint_ids = await find_endpoints(connection, endpoint, tenant, owner)
+            of_tenant = owner if endpoint is not None else owner or tenant
+            endpoint_ids = await find_endpoint_ids(connection, endpoint, of_tenant)
             if endpoint_ids is None and key is None and event is None:
                 raise UsageError("name an endpoint, a tenant, a key or an event")
             now = await read_now(connection)
@@ -121,26 +120,6 @@ async def list_deliveries(
             return await _read_of_lanes(
                 connection, endpoint_ids, only, after or NEWEST, limit, owner
             )
-
-
-async def find_endpoints(
-    connection: Connection[Any],
-    name: str | None,
-    tenant: str | None = None,
-    owner: str | None = None,
-) -> list[UUID] | None:
-    """The ids of the endpoints that a log is about; None: all.
-
-    Args:
-        name, owner: see `find_endpoint_ids`.
-        tenant: the endpoints of this tenant are meant if there is no name.
-
-    Raises:
-        NotFound: no endpoint ever had this name.
-    """
-    if name is None and owner is None and tenant is not None:
-        return [row["id"] for row in await connection.fetch(FIND_TENANTS_ENDPOINTS, tenant)]
-    return await find_endpoint_ids(connection, name, owner)
 
 
 async def _read_of_lanes(
@@ -176,8 +155,7 @@ async def _read_of_lanes(
         removed=None,
     )
     if only.selects_failures:
-        reason = only.outcome if only.outcome in REASONS else None
-        given = endpoint_ids, within["top"], reason, owner
+        given = endpoint_ids, within["top"], only.reason, owner
         page = replace(page, ranges=await connection.fetchval(COUNT_RANGES, *given))
     return page if position is not None else await _with_removed(connection, page, only)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from outbox.operations.dead_letters.queries import LAST_REPLAY
 from outbox.operations.events.delivery_counts import BATCH_OF_EVENT
-from outbox.operations.lanes import LANE_STATE
+from outbox.operations.lanes import HEAD_ATTEMPTS, LANE_STATE
 from outbox.operations.tenancy import OWNS_RANGE
 from outbox.store.sql.expressions import RUN_DELIVERIES_MAX
 from outbox.store.sql.type_match import TYPE_MATCHES
@@ -30,8 +30,6 @@ SELECT lane_id, floor_batch, acked_seq AS above_seq
   FROM ({LANE_STATE} WHERE l.endpoint_id = ANY ($1) AND c.last_seq > p.acked_seq) s
  WHERE last_seq > acked_seq
 """  # noqa: S608 (constants only)
-
-FIND_TENANTS_ENDPOINTS = "SELECT id FROM endpoint WHERE tenant = $1"
 
 # The first batch at or after $1, and the last one before $2.
 READ_BATCH_RANGE = """
@@ -63,17 +61,16 @@ _TOP = "($10::bigint[])[1]"
 _PORTION = f"batch BETWEEN greatest(l.floor_batch, reached.batch) AND {_TOP}"
 
 
-def _delivery(seq: str) -> str:
-    """The delivery with this number, given its `lane_id` and `batch` in `p`: the nearest run at or
-    below it is its own, because a lane has no holes."""
-    return f"""
+# The delivery of a place `p` with `lane_id`, `batch` and `seq`: the nearest run at or below its
+# number is its own, because a lane has no holes.
+_DELIVERY = f"""
      CROSS JOIN LATERAL (
-           SELECT outbox_id + coalesce(offsets[{seq} - seq + 1], 0) AS outbox_id, backfill_id,
+           SELECT outbox_id + coalesce(offsets[p.seq - seq + 1], 0) AS outbox_id, backfill_id,
                   copy_id
              FROM delivery_run
             WHERE lane_id = p.lane_id AND batch = p.batch
-              AND seq BETWEEN {seq} - {RUN_DELIVERIES_MAX - 1} AND {seq}
-            ORDER BY seq DESC LIMIT 1) d"""  # noqa: S608
+              AND seq BETWEEN p.seq - {RUN_DELIVERIES_MAX - 1} AND p.seq
+            ORDER BY seq DESC LIMIT 1) d"""  # noqa: S608 (constants only)
 
 
 class _Source(NamedTuple):
@@ -127,12 +124,12 @@ SELECT p.*, d.*
   FROM (SELECT lane_id, batch, seq FROM attempt_run
          WHERE lane_id = l.lane_id AND outcome <> 'd' AND {_PORTION} AND seq > l.above_seq
          UNION {_DEAD_PORTION}) p
-{_delivery("p.seq")}
+{_DELIVERY}
 """,  # noqa: S608
 )
 _DEAD = _Source(
     _NTH_DEAD,
-    f"SELECT p.*, d.* FROM ({_DEAD_PORTION}) p {_delivery('p.seq')}",  # noqa: S608
+    f"SELECT p.*, d.* FROM ({_DEAD_PORTION}) p {_DELIVERY}",  # noqa: S608
 )
 
 _STATUS_MATCHES = "status BETWEEN ($3::integer[])[1] AND ($3::integer[])[2]"
@@ -324,7 +321,7 @@ SELECT lane_id, batch, seq, outbox_id, backfill_id, copy_id FROM matched
 # How far each lane has come, and the attempts of its first pending delivery.
 READ_LANE_ENDS = f"""
 SELECT lane_id, floor_batch, acked_seq,
-       CASE WHEN retry_seq = acked_seq + 1 THEN attempts ELSE 0 END AS attempts
+       {HEAD_ATTEMPTS} AS attempts
   FROM ({LANE_STATE} WHERE l.endpoint_id = ANY ($1)) s
 """  # noqa: S608 (constants only)
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.ids import delivery_id
 from outbox.core.model.response_policy import is_success
-from outbox.operations.criteria import REASONS
 from outbox.operations.deliveries.model import (
     POSITION,
     DeliveryFilter,
@@ -130,5 +129,4 @@ def _delivery(row: Record) -> DeliveryRow:
 
 def filter_arguments(only: DeliveryFilter) -> tuple[Any, ...]:
     """The parameters $1 to $5 of a search."""
-    reason = only.outcome if only.outcome in REASONS else None
-    return only.types or None, only.tenant, only.status, only.outcome == "delivered", reason
+    return only.types or None, only.tenant, only.status, only.outcome == "delivered", only.reason

@@ -113,6 +113,14 @@ SELECT s.name AS endpoint, m.*
 """  # noqa: S608 (constants only)
 
 
+def replay_command(endpoint: str, since: datetime, until: datetime) -> str:
+    """The command that sends an endpoint the events of some time."""
+    return (
+        f"outbox replay --endpoint {shlex.quote(endpoint)} --since {since.isoformat()} "
+        f"--until {until.isoformat()}"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class MissedEvents:
     """What an endpoint has missed while it was disabled."""
@@ -128,10 +136,7 @@ class MissedEvents:
     @property
     def replay_command(self) -> str:
         """The command that sends them."""
-        return (
-            f"outbox replay --endpoint {shlex.quote(self.endpoint)} "
-            f"--since {self.since.isoformat()} --until {self.until.isoformat()}"
-        )
+        return replay_command(self.endpoint, self.since, self.until)
 
 
 class Missed(NamedTuple):

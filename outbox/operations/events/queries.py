@@ -156,6 +156,8 @@ class EventMatch:
     """Newest first."""
     more: bool = False
     """Older events match, too."""
+    endpoint_ids: tuple[UUID, ...] = ()
+    """Whose X-Delivery it is; several only by chance."""
 
 
 async def search_events(
@@ -275,8 +277,8 @@ async def find_events(
             if uuid is not None:
                 if ids := await _find_by_event_id(connection, uuid, tenant):
                     return EventMatch("event id", ids)
-                if ids := await _find_by_delivery_id(connection, uuid, tenant):
-                    return EventMatch("X-Delivery", ids)
+                if (match := await _find_by_delivery_id(connection, uuid, tenant)) is not None:
+                    return match
             if ids := await _find_by_once_key(connection, text, tenant):
                 return EventMatch("once key", ids)
             of_tenant = Criteria(tenant=tenant).arguments
@@ -324,7 +326,7 @@ async def _find_by_event_id(
 
 async def _find_by_delivery_id(
     connection: Connection[Any], x_delivery: UUID, tenant: str | None
-) -> tuple[int, ...]:
+) -> EventMatch | None:
     """Decode an X-Delivery with every endpoint: it encodes the outbox id, given the endpoint."""
     last_id: int = await connection.fetchval(LAST_ID)
     candidates: dict[int, list[UUID]] = {}
@@ -335,15 +337,19 @@ async def _find_by_delivery_id(
     backfills: dict[int, list[int | None]] = {}
     for row in await connection.fetch(READ_BACKFILLS, list(candidates)):
         backfills.setdefault(row["outbox_id"], [None]).append(row["backfill_id"])
-    return tuple(
-        row["id"]
+    found = [
+        (row["id"], endpoint_id)
         for row in await connection.fetch(FIND_BY_OUTBOX_ID, list(candidates), tenant)
+        for endpoint_id in candidates[row["id"]]
         if any(
             delivery_id(endpoint_id, row["id"], row["event_id"], backfill_id) == x_delivery
-            for endpoint_id in candidates[row["id"]]
             for backfill_id in backfills.get(row["id"], [None])
         )
-    )
+    ]
+    if not found:
+        return None
+    outbox_ids, endpoint_ids = (tuple(dict.fromkeys(each)) for each in zip(*found, strict=True))
+    return EventMatch("X-Delivery", outbox_ids, endpoint_ids=endpoint_ids)
 
 
 def _parse_uuid(text: str) -> UUID | None:

@@ -44,14 +44,6 @@ SELECT b.high,
   FROM (SELECT high, young FROM batch ORDER BY batch DESC LIMIT 1) b
 """
 
-# The first and the last of chosen events that are sequenced, kept and not erased: see READ_CURSOR.
-FIND_CHOSEN = f"""
-SELECT min(id) AS first, max(id) AS last FROM outbox
- WHERE id = ANY ($1) AND id <= $2 AND NOT $3::int8multirange @> id AND erased_at IS NULL
-   AND id >= (SELECT min(number) * {WIDTH} FROM period
-               WHERE kind = 'events' AND dropped_at IS NULL)
-"""  # noqa: S608 (a constant only)
-
 # Ids increase with time: ids that a batch passed before `since` are older.  The scan starts
 # there for `since`, and at the upper end for `until`.
 FIND_FIRST = """
@@ -68,24 +60,29 @@ SELECT id FROM outbox WHERE id BETWEEN $1 AND $2 AND ($3::timestamptz IS NULL OR
 # The oldest period of events that is not dropped; rows of dropped ones may still be visible.
 READ_OLDEST = "SELECT min(number) FROM period WHERE kind = 'events' AND dropped_at IS NULL"
 
+# The first and the last of chosen events that are sequenced, kept and not erased: see READ_CURSOR.
+FIND_CHOSEN = f"""
+SELECT min(id) AS first, max(id) AS last FROM outbox
+ WHERE id = ANY ($1) AND id <= $2 AND NOT $3::int8multirange @> id AND erased_at IS NULL
+   AND id >= ({READ_OLDEST}) * {WIDTH}
+"""  # noqa: S608 (constants only)
+
 # Aborts if it is another one; from now on, retention respects the job.
 REQUIRE_OLDEST = WriteStatement(
     "require_oldest_period", f"SELECT abort_unless(({READ_OLDEST}) = $1)"
 )
 
 # Those that the endpoint's subscription selects.
-COUNT_HISTORY = f"""
-SELECT count(*)
+_SELECTED = f"""
+SELECT o.id, o.erased_at
   FROM outbox o
   JOIN subscription s ON s.endpoint_id = $1 AND s.to_batch IS NULL,
        (SELECT {criteria_parameters(5)}) j
  WHERE o.id BETWEEN $2 AND $3 AND NOT $4::int8multirange @> o.id
    AND {matches_criteria("o", "created_at", "j")} AND {MATCHES} AND {FILTER_MET} IS NOT FALSE
 """  # noqa: S608 (constants only)
-COUNT_CHOSEN = f"""
-SELECT count(*) FROM ({COUNT_HISTORY.replace("count(*)", "o.id, o.erased_at")}) o
- WHERE o.id = ANY ($10) AND o.erased_at IS NULL
-"""  # noqa: S608
+COUNT_HISTORY = f"SELECT count(*) FROM ({_SELECTED}) o"  # noqa: S608
+COUNT_CHOSEN = f"{COUNT_HISTORY} WHERE o.id = ANY ($10) AND o.erased_at IS NULL"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from uuid import UUID
 
 import orjson
 
-from outbox.core.model.ids import delivery_id, outbox_id_of
+from outbox.core.model.ids import delivery_id
 from outbox.errors import NotFound
 from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.dead_letters.queries import LAST_REPLAY
@@ -252,12 +252,10 @@ async def trace_delivery(
     match = await events.find_events(connection, schema, x_delivery, tenant=tenant)
     if match.by != "X-Delivery":
         raise NotFound(f'"{x_delivery[:60]}" is not an X-Delivery; it is found as {match.by}')
-    ids = await find_endpoint_ids(connection, None, tenant)
-    if ids is None:
-        ids = [row["id"] for row in await connection.fetch(events.READ_ENDPOINT_IDS)]
+    own = await find_endpoint_ids(connection, None, tenant)
+    of = [each for each in match.endpoint_ids if own is None or each in own]
     (outbox_id,) = match.outbox_ids
     given = UUID(x_delivery)
-    of = [each for each in ids if outbox_id_of(given, each) == outbox_id]
     trace = await read_trace(connection, schema, outbox_id, endpoint_ids=of, limit=ID_MAX)
     deliveries = tuple(each for each in trace.deliveries if each.delivery_id == given)
     if not deliveries:

@@ -6,12 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.model.response import AttemptResult, Failure
 from tests.support.api import make_token
+from tests.support.delivery_log import becomes
 from tests.support.relay import (
-    BUSY,
-    OK,
-    REFUSED,
     SLOW_RETRY,
     Network,
     add_endpoint,
@@ -24,23 +21,10 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from tests.support.api import Api
     from tests.support.postgres import Database
-    from tests.support.relay import Sent
 
 pytestmark = pytest.mark.one_major
 
 SHOP = "/v1/endpoints/shop/deliveries"
-
-
-def becomes(sent: Sent) -> AttemptResult:
-    """What the receiver responds, by the payload."""
-    match sent.body["data"]:
-        case "busy" if sent.attempt == 1:
-            return BUSY
-        case "bad":
-            return REFUSED
-        case "gone":
-            return AttemptResult.failed(Failure.DNS, "no such name", 0.25)
-    return OK
 
 
 async def test_the_log_is_paged_and_filtered(database: Database, api: Api) -> None:
