@@ -272,6 +272,11 @@ async def test_a_session_that_hangs_during_a_takeover_delays_nothing(server: Ser
 async def test_a_clean_stop_releases_the_locks_of_a_hanging_connection(server: Server) -> None:
     """A replica that left is not expired, so its sessions are not terminated either."""
 
+    reads = """
+        SELECT count(*) > 0 FROM pg_stat_activity
+         WHERE datname = current_database() AND state <> 'idle' AND query LIKE '%generate_series%'
+           AND application_name LIKE 'outbox-relay:%'"""
+
     async def stop(forwarded: str, database: Database, _: Logs) -> None:
         async with through_lines(sockets(database), database.name) as (lines, dsn):
             async with running(database, Network(), dsn=dsn):
@@ -281,6 +286,9 @@ async def test_a_clean_stop_releases_the_locks_of_a_hanging_connection(server: S
                 )
                 lines.last_words = last.encode()
                 await until(lambda: lines.last_words is None, what="the connection to hang")
+                # What the network delivers after the relay has looked is found by another relay.
+                if lines.forward_last_data:
+                    await until(lambda: fetchval(database, reads), what="the server to have it")
             assert await fetchval(database, "SELECT count(*) FROM replica") == 0
             locks = """
                 SELECT count(*) = 0 FROM pg_locks l JOIN pg_stat_activity a USING (pid)
