@@ -18,6 +18,7 @@ from outbox.cli.common import (
 )
 from outbox.cli.filter_options import time_options, type_option
 from outbox.cli.output import (
+    attempts_cell,
     cell,
     clock_time,
     echo,
@@ -61,6 +62,7 @@ def _result(row: DeliveryRow) -> Any:
 _FORMATTED: dict[str, Callable[[DeliveryRow], Any]] = {
     "outcome": lambda row: state_text(row.outcome, row.reason),
     "status": _result,
+    "attempts": lambda row: attempts_cell(row.attempts, row.probes),
     "ms": lambda row: None if row.elapsed_ms is None else f"{row.elapsed_ms:.0f}",
 }
 

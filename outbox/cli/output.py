@@ -140,6 +140,11 @@ def cell(value: Any) -> str:
     return safe(str(value))
 
 
+def attempts_cell(attempts: int, probes: int) -> str:
+    """Attempts of a delivery as a cell; probes do not count toward the retry limit."""
+    return f"{attempts} ({count(probes, 'probe')})" if probes else f"{attempts}"
+
+
 def describe_payload(size_bytes: int | None, content_type: str | None) -> str | None:
     """A payload's size and type, instead of its content; None: it was erased."""
     if size_bytes is None:

@@ -6,12 +6,12 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from outbox.cli.output import age
-from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
+from outbox.core.delivery.circuit_breaker import PROBED_STATES, describe_probing
 from outbox.core.delivery.operational_events import STUCK_EVERY
 from outbox.core.model.endpoint_condition import DEGRADED, HEALTHY, describe_condition
 from outbox.core.model.stored_response import describe_attempts, describe_response
 from outbox.core.model.text import count
-from outbox.operations.dead_letters.skip import is_held, stuck_advice
+from outbox.operations.dead_letters.skip import is_held, skip_helps, stuck_advice
 from outbox.operations.events.future import COUNT_MAX
 
 if TYPE_CHECKING:
@@ -164,7 +164,11 @@ def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
         is_probed = (
             endpoint.state == "active" and endpoint.replica is not None and held_until is None
         )
-        probing = f"; {PROBING_TEXT}" if is_probed and health.state in PROBED_STATES else ""
+        probing = (
+            f"; {describe_probing(probes=endpoint.probes)}"
+            if is_probed and health.state in PROBED_STATES
+            else ""
+        )
         yield f"{health.state} {since(health.since)}{probing}"
     if held_until is not None:
         yield f"on hold until {_time(held_until)}, as requested by its receiver (Retry-After)"
@@ -187,7 +191,13 @@ def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
             yield f"sequence {head.sequence} is skipped as soon as a relay delivers to the endpoint"
         elif head.attempts >= STUCK_EVERY or is_held(head.last_response):
             where = endpoint.name, head.lane, head.sequence
-            if (advice := stuck_advice(*where, head.last_response)) is not None:
+            skippable = skip_helps(
+                head.last_response,
+                health=HEALTHY if health is None else health.state,
+                failing_lanes=endpoint.failing_lanes,
+            )
+            advice = stuck_advice(*where, head.last_response, skippable=skippable)
+            if advice is not None:
                 yield advice
     if endpoint.old_lanes:
         yield (

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import before_id_option, print_result, run_operation, warn
+from outbox.cli.endpoint.preview import request_lines
 from outbox.cli.output import cell, describe_payload, echo, emit_pairs, fold, style, style_state
 from outbox.core.model.text import count
 from outbox.operations.events.future import describe
-from outbox.operations.trace import queries as trace
+from outbox.operations.preview import trace_with_requests
 from outbox.operations.trace.diagnosis import describe_unsent
+from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,6 +65,12 @@ key (the newest events are shown), or an outbox id as printed by verify and doct
 )
 @before_id_option("--before", "OUTBOX_ID", "With a key: only events before this one (paging).")
 @click.option("--payload", is_flag=True, help="Also show payloads, if they are JSON.")
+@click.option(
+    "--request",
+    is_flag=True,
+    help="Also show the last request of each delivery, built again from the event and the "
+    "settings of that time.",
+)
 @print_result(_show_report)
 def command(
     settings: Settings,
@@ -71,6 +79,7 @@ def command(
     limit: int,
     before: int,
     payload: bool,
+    request: bool,
 ) -> TraceReport:
     """Trace an event from its transaction to its receivers.
 
@@ -80,12 +89,13 @@ def command(
     """
     report = run_operation(
         settings,
-        trace.trace_events,
+        trace_with_requests,
         id,
         endpoint=endpoint,
         limit=limit,
         below=before,
         payload=payload,
+        vault=Vault.from_settings(settings) if request else None,
     )
     if report.more:
         warn(f"older events exist; next page: --before {report.events[-1].event.outbox_id}")
@@ -171,6 +181,9 @@ def _show_delivery(delivery: TracedDelivery, published_at: datetime) -> None:
     width = max(len(at) for at, _ in rows)
     for at, what in rows:
         echo(f"  {style(at.rjust(width), dim=True)}  {what}")
+    if (request := delivery.request) is not None:
+        echo("", f"  request of attempt {request.attempt}, rebuilt without its signature:", "")
+        echo(*(f"    {line}".rstrip() for line in request_lines(request)))
 
 
 def _timeline(delivery: TracedDelivery, published_at: datetime) -> Iterator[tuple[str, str]]:
@@ -199,7 +212,8 @@ def _timeline(delivery: TracedDelivery, published_at: datetime) -> Iterator[tupl
 def _attempt(attempt: TracedAttempt) -> str:
     stored = "stored" if attempt.outcome == "delivered" else "no response"
     result = attempt.status or attempt.error or stored
-    text = f"attempt {attempt.attempt}  {result} after {_ms(attempt.elapsed_ms)}"
+    kind = "probe" if attempt.outcome == "probe" else "attempt"
+    text = f"{kind} {attempt.attempt}  {result} after {_ms(attempt.elapsed_ms)}"
     response = attempt.response or {}
     details = [
         f"{name} {response['headers'][name]}"

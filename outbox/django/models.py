@@ -137,6 +137,7 @@ class Endpoint(ReadOnlyModel):
     retry = models.JSONField("retry policy")
     on_dead_letter = models.TextField()
     on_missing = models.TextField()
+    probes = models.BooleanField()
     on_forgotten = models.TextField()
     created_at = models.DateTimeField()
 

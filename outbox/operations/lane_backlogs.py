@@ -1,4 +1,4 @@
-"""Lane backlogs: which lanes of an endpoint are behind, and by what keys."""
+"""Lane backlogs: which lanes are behind, by what keys, and what goes before new lanes."""
 
 from __future__ import annotations
 
@@ -58,6 +58,32 @@ SELECT s.endpoint_id, s.generation, s.slot, s.acked_seq + 1 AS sequence,
 """  # noqa: S608 (constants only)
 
 
+# The rate is that of the last one or two intervals of the history.
+READ_AHEAD = f"""
+SELECT p.deliveries, p.lanes, p.deliveries / nullif(h.per_s, 0) AS seconds
+  FROM (SELECT coalesce(sum(s.last_seq - s.acked_seq), 0)::bigint AS deliveries,
+               count(*) FILTER (WHERE s.last_seq > s.acked_seq) AS lanes
+          FROM ({LANE_STATE} WHERE l.endpoint_id = $1) s) p
+ CROSS JOIN (
+       SELECT (sum(successes)
+               / extract(epoch FROM clock_timestamp() - min(began_at)))::float8 AS per_s
+         FROM delivery_history
+        WHERE endpoint_id = $1 AND began_at BETWEEN clock_timestamp() - interval '10 minutes'
+                                                AND clock_timestamp()) h
+"""  # noqa: S608 (constants only)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingAhead:
+    """What is pending in the lanes before a change of their number, and goes first."""
+
+    deliveries: int
+    lanes: int
+    """The lanes that have pending deliveries."""
+    seconds: float | None
+    """How long they take at the rate of the last minutes; null: nothing was delivered then."""
+
+
 @dataclass(frozen=True, slots=True)
 class LaneBacklog:
     """A lane with pending deliveries."""
@@ -106,3 +132,8 @@ async def list_backlogs(
 def _backlog(row: Any) -> LaneBacklog:
     lane = lane_name(row["endpoint_id"], row["generation"], row["slot"])
     return from_row(LaneBacklog, row, lane=lane)
+
+
+async def read_ahead(connection: Connection[Any], endpoint_id: UUID) -> PendingAhead:
+    """What goes before the deliveries of new lanes, in the transaction that adds them."""
+    return PendingAhead(*await connection.fetchrow(READ_AHEAD, endpoint_id))

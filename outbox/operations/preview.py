@@ -1,10 +1,13 @@
-"""Preview of the request that delivers an event to an endpoint; nothing is sent."""
+"""Requests that deliver an event to an endpoint: as they would be sent now, and as they were sent.
+
+Nothing is sent, and no request is stored.
+"""
 
 from __future__ import annotations
 
 from base64 import b64encode
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from outbox.core.brokers.message import messages_of
 from outbox.core.messages import signed_metadata
@@ -13,21 +16,33 @@ from outbox.core.messages.message import encode_body
 from outbox.core.messages.signature import SIGNATURE_HEADER
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.destination import is_stream
-from outbox.core.model.headers import parse_lines
+from outbox.core.model.headers import EndpointHeaders, parse_lines
 from outbox.core.model.ids import lane_name
+from outbox.core.model.message_format import MessageFormat
 from outbox.errors import Conflict, NotFound
 from outbox.operations.events import queries as events
 from outbox.operations.lane_history import READ_PREVIOUS
-from outbox.operations.trace.queries import NO_BATCH, READ_DELIVERIES, READ_SEQUENCED
+from outbox.operations.rows import parse_json
+from outbox.operations.trace.model import RebuiltRequest
+from outbox.operations.trace.queries import (
+    NO_BATCH,
+    READ_DELIVERIES,
+    READ_SEQUENCED,
+    trace_events,
+)
 from outbox.store.connection.connect import map_errors
-from outbox.store.delivery.endpoints import find_endpoint
+from outbox.store.delivery.endpoints import find_endpoint, read_endpoints
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 from outbox.store.sql.expressions import PAYLOAD_BYTES, epoch_s
 
 if TYPE_CHECKING:
-    from asyncpg import Connection
+    from datetime import datetime
+
+    from asyncpg import Connection, Record
 
     from outbox.core.delivery.endpoint import Endpoint
+    from outbox.core.model.message_format import FormatName
+    from outbox.operations.trace.model import EventTrace, TraceReport
     from outbox.store.connection.secrets import Vault
 
 # What a delivery takes from its event.
@@ -46,6 +61,14 @@ SELECT l.generation < e.generation AND c.last_seq = $2 AS ends
        SELECT last_seq FROM lane_counter
         WHERE lane_id = l.id ORDER BY last_seq DESC LIMIT 1) c
  WHERE l.id = $1
+"""
+
+# The values that an endpoint's settings had before each change since a time, the last change first.
+READ_FORMER_SETTINGS = """
+SELECT (SELECT jsonb_object_agg(key, value -> 0) FROM jsonb_each(data -> 'changes')) AS former
+  FROM journal
+ WHERE endpoint_id = $1 AND kind = 'endpoint_updated' AND at > $2
+ ORDER BY id DESC
 """
 
 MASKED = "***"
@@ -122,6 +145,99 @@ async def preview_request(
                 raise Conflict(f"event {event['event_id']} was erased")
             found = await _find_delivery(connection, endpoint, event["id"])
     place = found or _Place(lane_name(endpoint.id, 1, 0))
+    return RequestPreview(
+        endpoint=endpoint.name,
+        event_id=str(event["event_id"]),
+        is_sequenced=found is not None,
+        **_build(endpoint, event, place, 1, now),
+    )
+
+
+async def add_requests(
+    connection: Connection[Any], schema: str, trace: EventTrace, *, vault: Vault
+) -> EventTrace:
+    """Add the last request of each traced delivery, as it is built from the event and from the
+    settings that the endpoint had then.
+
+    Settings follow from the journal.  A relay applies a change within a second, so a request of
+    that second may have been another one.
+    """
+    outbox_id = trace.event.outbox_id
+    with map_errors(schema):
+        async with connection.transaction(isolation="repeatable_read", readonly=True):
+            await connection.execute(PLAN_BY_INDEX)
+            event = await connection.fetchrow(READ_CONTENT, outbox_id)
+            if event is None or event["erased_at"] is not None:
+                return trace
+            ids = {each.endpoint_id for each in trace.deliveries}
+            endpoints = {each.id: each for each in await read_endpoints(connection, ids, vault)}
+            rows = await connection.fetch(
+                READ_DELIVERIES, outbox_id, await _find_batch(connection, outbox_id), list(ids)
+            )
+            places = {(row["lane"], row["sequence"]): row for row in rows}
+            deliveries = []
+            for each in trace.deliveries:
+                row, endpoint = places.get((each.lane, each.sequence)), endpoints[each.endpoint_id]
+                if each.attempts and row is not None and endpoint.problem is None:
+                    last = each.attempts[-1]
+                    endpoint = await _as_of(connection, endpoint, last.started_at)
+                    place = await _place(connection, row)
+                    at = last.started_at.timestamp()
+                    built = _build(endpoint, event, place, last.attempt, at)
+                    built["headers"] = tuple(
+                        pair for pair in built["headers"] if pair[0].lower() not in _SIGNATURES
+                    )
+                    each = replace(each, request=RebuiltRequest(last.attempt, **built))
+                deliveries.append(each)
+    return replace(trace, deliveries=tuple(deliveries))
+
+
+async def trace_with_requests(
+    connection: Connection[Any], schema: str, /, text: str, *, vault: Vault | None, **options: Any
+) -> TraceReport:
+    """Trace events, with the requests of their deliveries if there is a vault; see
+    `outbox.operations.trace.queries.trace_events`.
+    """
+    report = await trace_events(connection, schema, text, **options)
+    if vault is None:
+        return report
+    events = [await add_requests(connection, schema, each, vault=vault) for each in report.events]
+    return replace(report, events=events)
+
+
+async def _as_of(connection: Connection[Any], endpoint: Endpoint, at: datetime) -> Endpoint:
+    """The endpoint with the settings of a time that say how a request looks."""
+    former: dict[str, str] = {}
+    for row in await connection.fetch(READ_FORMER_SETTINGS, endpoint.id, at):
+        former |= parse_json(row["former"]) or {}
+    own = endpoint.headers.own
+    if (names := former.get("headers")) is not None:
+        own = () if names == "none" else tuple((each, MASKED) for each in names.split())
+    batch_max = endpoint.batch_max
+    if (limit := former.get("batch_max")) is not None:
+        batch_max = int(limit) if limit.isdecimal() else None
+    prefix = former.get("header_prefix", endpoint.headers.prefix)
+    name, source = endpoint.message_format
+    changed: dict[str, Any] = {each: former[each] for each in ("method", "url") if each in former}
+    return replace(
+        endpoint,
+        **changed,
+        batch_max=batch_max,
+        headers=EndpointHeaders(own, prefix),
+        message_format=MessageFormat(
+            cast("FormatName", former.get("format", name)), former.get("source", source)
+        ),
+    )
+
+
+def _build(
+    endpoint: Endpoint, event: Record, place: _Place, attempt: int, at: float
+) -> dict[str, Any]:
+    """Method, URL, headers and body of a request.
+
+    Args:
+        at: epoch seconds, of the signature.
+    """
     delivery = Delivery(
         endpoint_id=endpoint.id,
         lane=place.lane,
@@ -140,71 +256,58 @@ async def preview_request(
         backfill_id=place.backfill_id,
         content_type=event["content_type"],
     )
+    masked = {each.lower() for each, _ in endpoint.headers.own}
     if is_stream(endpoint.url):
-        return _preview_message(endpoint, delivery, place, is_sequenced=found is not None)
-    prepared = prepare_request(
-        endpoint,
-        [delivery],
-        place.previous,
-        lane_ends=place.ends,
-        in_array=endpoint.batch_max is not None,
-    )
-    masked = {each.lower() for each, _ in endpoint.headers.own} | _SIGNATURES
-    lines = prepared.attempt(1, int(now), endpoint.secrets_at(now))
-    return RequestPreview(
-        endpoint=endpoint.name,
-        event_id=str(delivery.event_id),
-        method=endpoint.method,
-        url=endpoint.url,
-        headers=tuple(
-            (each, MASKED if each.lower() in masked else value)
-            for each, value in parse_lines(lines)
+        (message,) = messages_of(endpoint, [delivery], place.previous)
+        method, headers = "APPEND", message.headers
+        try:
+            body = {"body": message.body.decode()}
+        except UnicodeDecodeError:
+            body = {"body_base64": b64encode(message.body).decode()}
+    else:
+        prepared = prepare_request(
+            endpoint,
+            [delivery],
+            place.previous,
+            lane_ends=place.ends,
+            in_array=endpoint.batch_max is not None,
+        )
+        masked |= _SIGNATURES
+        lines = prepared.attempt(attempt, int(at), endpoint.secrets_at(at))
+        method, headers = endpoint.method, tuple(parse_lines(lines))
+        body = encode_body(prepared, delivery)
+    return {
+        "method": method,
+        "url": endpoint.url,
+        "headers": tuple(
+            (name, MASKED if name.lower() in masked else value) for name, value in headers
         ),
-        is_sequenced=found is not None,
-        **encode_body(prepared, delivery),
-    )
-
-
-def _preview_message(
-    endpoint: Endpoint, delivery: Delivery, place: _Place, *, is_sequenced: bool
-) -> RequestPreview:
-    """The message of a delivery in a broker's stream."""
-    (message,) = messages_of(endpoint, [delivery], place.previous)
-    masked = {name.lower() for name, _ in endpoint.headers.own}
-    try:
-        body = {"body": message.body.decode()}
-    except UnicodeDecodeError:
-        body = {"body_base64": b64encode(message.body).decode()}
-    return RequestPreview(
-        endpoint=endpoint.name,
-        event_id=str(delivery.event_id),
-        method="APPEND",
-        url=endpoint.url,
-        headers=tuple(
-            (name, MASKED if name.lower() in masked else value) for name, value in message.headers
-        ),
-        is_sequenced=is_sequenced,
         **body,
-    )
+    }
 
 
 async def _find_delivery(
     connection: Connection[Any], endpoint: Endpoint, outbox_id: int
 ) -> _Place | None:
     """The newest delivery of an event, also a replay or of a backfill."""
-    sequenced = await connection.fetchrow(READ_SEQUENCED, outbox_id)
-    batch = NO_BATCH if sequenced is None else sequenced["batch"]
+    batch = await _find_batch(connection, outbox_id)
     rows = await connection.fetch(READ_DELIVERIES, outbox_id, batch, [endpoint.id])
-    if not rows:
-        return None
-    newest = rows[-1]
-    lane_id, sequence = newest["lane_id"], newest["sequence"]
-    was_lane = newest["was_lane"]
+    return await _place(connection, rows[-1]) if rows else None
+
+
+async def _find_batch(connection: Connection[Any], outbox_id: int) -> int:
+    sequenced = await connection.fetchrow(READ_SEQUENCED, outbox_id)
+    return NO_BATCH if sequenced is None else sequenced["batch"]
+
+
+async def _place(connection: Connection[Any], row: Record) -> _Place:
+    """The place of a row of `READ_DELIVERIES`."""
+    lane_id, sequence, was_lane = row["lane_id"], row["sequence"], row["was_lane"]
     return _Place(
-        lane=newest["lane"],
+        lane=row["lane"],
         sequence=sequence,
         previous=await connection.fetchval(READ_PREVIOUS, lane_id, sequence),
         ends=await connection.fetchval(READ_LANE, lane_id, sequence),
-        replay_of=None if was_lane is None else (was_lane, newest["replay_seq"]),
-        backfill_id=newest["backfill"],
+        replay_of=None if was_lane is None else (was_lane, row["replay_seq"]),
+        backfill_id=row["backfill"],
     )

@@ -19,7 +19,7 @@ from outbox.core.model.dead_letter_reason import DeadLetterReason
 
 DELIVERY_OUTCOMES: tuple[str, ...] = ("delivered", *get_args(DeadLetterReason))
 """Results of a delivery: delivered, or the reason of its dead letter."""
-ATTEMPT_OUTCOMES = ("delivered", "retry", "refused")
+ATTEMPT_OUTCOMES = ("delivered", "retry", "probe", "refused")
 """Results of an attempt."""
 
 DURATION_BOUNDS_S = (
@@ -85,8 +85,8 @@ ATTEMPTS_MADE = Metric(
     "outbox.attempts",
     MetricKind.COUNTER,
     "{attempt}",
-    "Completed requests. outcome: delivered, retry or refused. error.type, unless delivered: the "
-    "class of the status (4xx), or why there was no response.",
+    "Completed requests. outcome: delivered, retry, probe or refused. error.type, unless "
+    "delivered: the class of the status (4xx), or why there was no response.",
     ("endpoint", "outcome", "error.type"),
 )
 ATTEMPT_DURATION = Metric(
@@ -118,7 +118,7 @@ RETRIES = Metric(
     "outbox.retries",
     MetricKind.COUNTER,
     "{attempt}",
-    "Second and further requests of a delivery. outcome: delivered, retry or refused.",
+    "Second and further requests of a delivery. outcome: delivered, retry, probe or refused.",
     ("outcome",),
 )
 RETRY_DELAY = Metric(

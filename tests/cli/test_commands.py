@@ -763,9 +763,12 @@ def test_status(here: Command, database: Database) -> None:
     execute(database, sql)
     text = here("status").out
     assert "after 3 attempts and 56 probes, which do not count: no response in time" in text
+    assert "to hold its deliveries until its receiver works: outbox endpoint pause a\n" in text
+    assert "outbox dead skip" not in text, "the next delivery would fail as well"
+    execute(database, """UPDATE lane_progress SET last_response = '{"status": 500}'""")
     lane = execute(database, "SELECT lane_name(endpoint_id, generation, slot) FROM lane")
-    assert f"outbox dead skip a --lane {lane} --sequence 1\n" in text
-    assert "its lanes are probed in rotation, every second at first, later at least every" in text
+    assert f"outbox dead skip a --lane {lane} --sequence 1\n" in here("status").out
+    assert "its lanes are probed in rotation, at most every second at first, later at" in text
     shown = here("endpoint", "show", "a").out
     assert re.search(r"59 \(56 probes\) +-", shown), "it is not its own time that decides"
     assert re.search(r"health +failing since .*; its lanes are probed in rotation", shown)

@@ -32,6 +32,8 @@ FULL: dict[str, Any] = {
     "retryable": ("429", "5XX"),
     "on_dead_letter": "block",
     "on_missing": "hold",
+    "probes": False,
+    "keep_responses": "failed",
     "backlog_max": 1000,
     "backlog_age_s": 172800.0,
     "disable_after_s": 86400.0,
@@ -54,6 +56,7 @@ def test_omitted_settings_have_the_defaults_of_the_contract() -> None:
     assert (default.on_dead_letter, default.on_missing) == ("continue", "dead_letter")
     assert default.on_forgotten == "hold"
     assert default.lanes == 4
+    assert (default.probes, default.keep_responses) == (True, "all")
     assert (default.backlog_max, default.backlog_age_s) == (None, None)
     assert default.disable_after_s == 3 * 86400
 
@@ -128,6 +131,7 @@ def test_values_are_normalised() -> None:
         ({"retryable": "5xx"}, "retryable: must be a list"),
         ({"on_dead_letter": "stop"}, "on_dead_letter: must be one of continue, block"),
         ({"on_missing": "wait"}, "on_missing: must be one of dead_letter, hold"),
+        ({"keep_responses": "some"}, "keep_responses: must be one of none, failed, all"),
         ({"on_forgotten": "wait"}, "on_forgotten: must be one of hold, refill"),
         ({"on_forgotten": "refill"}, "on_forgotten: is for brokers"),
         ({"backlog_max": 0}, "backlog_max: must be between 1 and"),

@@ -45,6 +45,8 @@ PATIENT = {"base_s": 60.0, "cap_s": 60.0, "jitter": "none", "attempts_max": 3}
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MIN_S", 0.02)
     monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MAX_S", 0.1)
+    monkeypatch.setattr("outbox.core.delivery.retry_state.PROBE_WAIT_S_MIN", 0.02)
+    monkeypatch.setattr("outbox.core.delivery.retry_state.PROBE_WAIT_S_MAX", 0.1)
     monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.ENDPOINTS_CHECK_EVERY_S", 0.1)
 
 

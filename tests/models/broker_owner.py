@@ -210,7 +210,8 @@ class LaneOwner:
             broker=Wire(),
             endpoint=SimpleNamespace(
                 name="shop", headers=NO_HEADERS, message_format=ENVELOPE, retryable=RETRYABLE,
-                retry=POLICY, blocks=False, on_forgotten="hold",
+                retry=POLICY, blocks=False, on_forgotten="hold", keep_responses="all",
+                kept_response=lambda response, _: response,
             ),
             breaker=_Breaker(),
             reported=_Reported(),

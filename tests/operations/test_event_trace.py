@@ -9,7 +9,7 @@ from uuid import UUID
 
 import pytest
 
-from outbox.core.delivery.circuit_breaker import PROBING_TEXT
+from outbox.core.delivery.circuit_breaker import NO_PROBING_TEXT, PROBING_TEXT
 from outbox.operations.trace.diagnosis import add_diagnosis
 from outbox.operations.trace.model import (
     EventTrace,
@@ -54,6 +54,8 @@ STANDING = PendingLaneState(
         next_attempt_at=None,
         last_response=None,
     ),
+    failing_lanes=1,
+    probes=True,
     blocked_since=None,
     blocked_by=None,
     older_pending=0,
@@ -242,13 +244,13 @@ HEAD = STANDING.head
                     event_id=None,
                     attempts=3,
                     next_attempt_at=NOW + timedelta(seconds=30),
-                    last_response={"status": 503},
+                    last_response={"status": 500},
                 )
             },
             [
                 "waits behind 1 delivery of its lane; the first is sequence 4, which failed after "
                 "3 attempts, "
-                "the last: it responded with 503; the next is in 30s; to skip it: "
+                "the last: it responded with 500; the next is in 30s; to skip it: "
                 "outbox dead skip 'bill ing' --lane l-1-0 --sequence 4"
             ],
         ),
@@ -267,7 +269,40 @@ HEAD = STANDING.head
                     HEAD, attempts=30, next_attempt_at=NOW, last_response={"failure": "connect"}
                 )
             },
-            ["failed after 30 attempts, the last: no connection; the next is due now"],
+            [
+                "failed after 30 attempts, the last: no connection; the next is due now; to hold "
+                "its deliveries until its receiver works: outbox endpoint pause 'bill ing'"
+            ],
+        ),
+        (
+            # It may be a short outage.
+            {"head": replace(HEAD, attempts=2, last_response={"status": 503})},
+            ["failed after 2 attempts, the last: it responded with 503"],
+        ),
+        (
+            {
+                "health": "failing",
+                "probes": False,
+                "head": replace(HEAD, attempts=5, last_response={"status": 500}),
+            },
+            [
+                f"waits: its endpoint has been failing for 2d; {NO_PROBING_TEXT}",
+                "failed after 5 attempts, the last: it responded with 500; to skip it: "
+                "outbox dead skip 'bill ing' --lane l-1-0 --sequence 5",
+            ],
+        ),
+        (
+            # The next delivery would fail as well.
+            {
+                "health": "failing",
+                "failing_lanes": 2,
+                "head": replace(HEAD, attempts=5, last_response={"status": 500}),
+            },
+            [
+                f"waits: its endpoint has been failing for 2d; {PROBING_TEXT}",
+                "failed after 5 attempts, the last: it responded with 500; to hold its "
+                "deliveries until its receiver works: outbox endpoint pause 'bill ing'",
+            ],
         ),
         (
             {
@@ -283,20 +318,20 @@ HEAD = STANDING.head
             [
                 f"waits: its endpoint has been failing for 2d; {PROBING_TEXT}",
                 "failed after 4 attempts and 55 probes, which do not count, the last: it "
-                "responded with 503; to skip it: outbox dead skip 'bill ing' --lane l-1-0 "
-                "--sequence 5",
+                "responded with 503; to hold its deliveries until its receiver works: outbox "
+                "endpoint pause 'bill ing'",
             ],
         ),
         (
             {
                 "state": "paused",
                 "head": replace(
-                    HEAD, attempts=1, next_attempt_at=NOW, last_response={"status": 503}
+                    HEAD, attempts=1, next_attempt_at=NOW, last_response={"status": 500}
                 ),
             },
             [
                 "waits: its endpoint has been paused for 2d; outbox endpoint resume 'bill ing'",
-                "failed after 1 attempt, the last: it responded with 503; to skip it: "
+                "failed after 1 attempt, the last: it responded with 500; to skip it: "
                 "outbox dead skip 'bill ing' --lane l-1-0 --sequence 5",
             ],
         ),

@@ -54,6 +54,7 @@ SLOW_RETRY = {"base_s": 3600.0, "cap_s": 3600.0, "jitter": "none"}
 
 OK = AttemptResult.completed(204, 0.001)
 BUSY = AttemptResult.completed(503, 0.001, body=b"busy")
+RAISED = AttemptResult.completed(500, 0.001, body=b"no total")
 REFUSED = AttemptResult.completed(400, 0.001, body=b"no")
 
 

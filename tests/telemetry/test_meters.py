@@ -69,7 +69,12 @@ def test_delivery_outcomes_are_counted() -> None:
         ("shop", "retry", "timeout"): 1,
         ("shop", "delivered", None): 1,
     }
-    assert series[catalogue.RETRIES] == {("retry",): 1, ("delivered",): 1, ("refused",): 0}
+    assert series[catalogue.RETRIES] == {
+        ("retry",): 1,
+        ("probe",): 0,
+        ("delivered",): 1,
+        ("refused",): 0,
+    }
     assert counted(series) == {("shop", "delivered"): 2, ("shop", "backlog"): 5}
     latency = series[catalogue.DELIVERY_LATENCY]["shop",]
     assert isinstance(latency, Buckets)
@@ -96,11 +101,11 @@ def test_series_do_not_grow_with_the_endpoints() -> None:
     meters = Meters(endpoints_max=100)
     for n in range(10_000):
         here = meters.acquire(f"endpoint {n}")
-        for outcome in ("delivered", "retry", "refused"):
+        for outcome in ATTEMPT_OUTCOMES:
             meters.record_attempt(here, row(outcome), AttemptResult.completed(503, 0.1))
         meters.record_delivered(here, 1, 0.1)
     series = meters.snapshot(1.0, {}).series
-    assert sum(map(len, series.values())) <= 101 * (3 + len(DELIVERY_OUTCOMES) + 2) + 10
+    assert sum(map(len, series.values())) <= 101 * (4 + len(DELIVERY_OUTCOMES) + 2) + 11
     assert series[catalogue.DELIVERIES][OTHERS, "delivered"] == 9_900
     assert sum(series[catalogue.DELIVERIES].values()) == 10_000  # type: ignore[arg-type]
 

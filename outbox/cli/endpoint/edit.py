@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
-    from outbox.operations.endpoints.changes import NewEndpoint, PendingAhead, Updated
+    from outbox.operations.endpoints.changes import NewEndpoint, Updated
+    from outbox.operations.lane_backlogs import PendingAhead
 
 
 def _show_added(added: NewEndpoint) -> None:

@@ -18,21 +18,25 @@ from outbox.store.connection.secrets import Vault
 if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.operations.preview import RequestPreview
+    from outbox.operations.trace.model import RebuiltRequest
+
+
+def request_lines(request: RequestPreview | RebuiltRequest) -> list[str]:
+    """A request as text."""
+    headers = [f"{name}: {value}" for name, value in request.headers]
+    return [f"{request.method} {request.url}", *headers, "", *_body(request).split("\n")]
 
 
 def _show(preview: RequestPreview) -> None:
-    echo(f"{preview.method} {preview.url}")
-    for name, value in preview.headers:
-        echo(f"{name}: {value}")
-    echo("", *_body(preview).split("\n"))
+    echo(*request_lines(preview))
     if not preview.is_sequenced:
         warn("the event has no delivery to this endpoint; lane and numbers are examples")
 
 
-def _body(preview: RequestPreview) -> str:
-    if preview.body is not None:
-        return preview.body
-    body = b64decode(preview.body_base64 or "")
+def _body(request: RequestPreview | RebuiltRequest) -> str:
+    if request.body is not None:
+        return request.body
+    body = b64decode(request.body_base64 or "")
     try:
         return body.decode()
     except UnicodeDecodeError:

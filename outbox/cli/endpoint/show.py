@@ -18,14 +18,21 @@ from outbox.cli.common import (
     run_operation,
 )
 from outbox.cli.endpoint.group import command
-from outbox.cli.output import cell, echo, emit_document, emit_json, emit_pairs, emit_table
-from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
+from outbox.cli.output import (
+    attempts_cell,
+    cell,
+    echo,
+    emit_document,
+    emit_json,
+    emit_pairs,
+    emit_table,
+)
+from outbox.core.delivery.circuit_breaker import PROBED_STATES, describe_probing
 from outbox.core.delivery.connection_reuse import DISTRUST_S, ConnectionReuse
 from outbox.core.delivery.retry_preview import COLUMNS, cells, markdown, schedule
 from outbox.core.model import retry_policy
 from outbox.core.model.endpoint_condition import CONDITIONS, HEALTHY, describe_condition
 from outbox.core.model.endpoint_settings import SETTINGS
-from outbox.core.model.text import count
 from outbox.operations.endpoints import queries as endpoints
 from outbox.operations.endpoints.filter import EndpointFilter
 
@@ -72,7 +79,7 @@ def _show(detail: EndpointDetail) -> None:
                 lane.last_seq,
                 lane.acked_seq,
                 lane.pending,
-                _attempts(lane),
+                attempts_cell(lane.attempts, lane.probes),
                 _next_attempt(detail, lane),
                 lane.last_response,
                 None if lane.blocked_seq is None else f"by sequence {lane.blocked_seq}",
@@ -231,7 +238,7 @@ def _state_pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
     if health.held_until is not None:
         healthy += f", on hold until {cell(health.held_until)}"
     elif health.state in PROBED_STATES and row.state == "active":
-        healthy += f"; {PROBING_TEXT}"
+        healthy += f"; {describe_probing(probes=detail.settings['probes'])}"
     older = [s.expires_at for s in detail.secrets if s.expires_at is not None]
     live = f"{len(detail.secrets)} live, {_kept(detail)}"
     return [
@@ -275,11 +282,6 @@ def _suspension(detail: EndpointDetail) -> str | None:
         return None
     until = cell(at + timedelta(seconds=DISTRUST_S))
     return f"not reused until {until}: at {cell(at)} the receiver sent unsolicited data"
-
-
-def _attempts(lane: LaneRow) -> str:
-    """Attempts of the lane's next delivery; probes do not count toward the retry limit."""
-    return f"{lane.attempts} ({count(lane.probes, 'probe')})" if lane.probes else f"{lane.attempts}"
 
 
 def _next_attempt(detail: EndpointDetail, lane: LaneRow) -> Any:

@@ -17,7 +17,9 @@
 
 **Probes rotate over the lanes.**  A delivery that its receiver cannot process fails on
 every attempt.  If it were the only probe, no other delivery would ever be attempted.
-Probes before a delivery's own retry time cost no attempt (see `outbox.core.delivery.lane`).
+Probes before a delivery's own retry time cost no attempt (see `outbox.core.delivery.lane`).  A
+lane may let its turn pass: a delivery at which the application itself fails is probed less and less
+often (see `outbox.core.delivery.retry_state`), and an endpoint may have no probes at all.
 
 **A series of refusals is a fault of the endpoint.**  A deployment that responds 404 refuses
 every delivery.  The first consecutive refusals dead-letter their deliveries.  From the
@@ -67,10 +69,15 @@ class BreakerState(StrEnum):
 PROBED_STATES = (BreakerState.FAILING, BreakerState.REJECTING)
 """States in which only probes are sent."""
 PROBING_TEXT = (
-    "its lanes are probed in rotation, every second at first, later at least every "
+    "its lanes are probed in rotation, at most every second at first, later at least every "
     f"{PROBE_MAX_S:.0f} s"
 )
-"""The probe schedule of an owned endpoint without a Retry-After hold-off, for messages."""
+NO_PROBING_TEXT = "its deliveries are not probed, so only their own attempts are made"
+
+
+def describe_probing(*, probes: bool) -> str:
+    """The probe schedule of an owned endpoint without a Retry-After hold-off, for messages."""
+    return PROBING_TEXT if probes else NO_PROBING_TEXT
 
 
 @dataclass(frozen=True, slots=True)

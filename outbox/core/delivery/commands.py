@@ -105,7 +105,8 @@ class AttemptRow(NamedTuple):
     batch: int
     seq: int
     attempt: int
-    outcome: Literal["delivered", "retry", "refused"]
+    outcome: Literal["delivered", "retry", "probe", "refused"]
+    """`probe`: a failure that does not count against the delivery's budget."""
     status: int | None
     error: str | None
     started_at: float
@@ -118,7 +119,7 @@ class AttemptRow(NamedTuple):
         cls,
         delivery: Delivery | ErasedEvent | LaneEnd,
         attempt: int,
-        outcome: Literal["delivered", "retry", "refused"],
+        outcome: Literal["delivered", "retry", "probe", "refused"],
         response: AttemptResult,
         stored: dict[str, Any] | None,
         started_at: float,

@@ -9,6 +9,8 @@ from outbox.core.model.endpoint_settings import DeclaredSettings
 from outbox.core.model.headers import EndpointHeaders
 from outbox.core.model.ids import lane_name
 from outbox.core.model.message_format import ENVELOPE, MessageFormat
+from outbox.core.model.response_policy import AttemptOutcome
+from outbox.core.model.stored_response import without_content
 from outbox.errors import CannotRun
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from outbox.core.delivery.connection_reuse import ConnectionReuse
     from outbox.core.delivery.operational_events import ReportedState
     from outbox.core.messages.signature import SigningKey
+    from outbox.core.model.response import AttemptResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,13 @@ class Endpoint(DeclaredSettings[EndpointHeaders, frozenset[int]]):
     def holds_missing(self) -> bool:
         """Whether a delivery whose event is gone holds its lane, instead of being dead-lettered."""
         return self.on_missing == "hold"
+
+    def kept_response(self, response: AttemptResult, outcome: AttemptOutcome) -> AttemptResult:
+        """What is kept of a response in the log."""
+        keep = self.keep_responses
+        if keep == "all" or (keep == "failed" and outcome is not AttemptOutcome.DELIVERED):
+            return response
+        return without_content(response)
 
     @property
     def lane_names(self) -> list[str]:

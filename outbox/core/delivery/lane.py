@@ -122,10 +122,9 @@ class Lane(LaneOutcomes):
         elif retry.exhausted:
             ends, blocks = "exhausted", retry.blocks
         is_due = retry.is_due(now)
-        if ends is None and (gate is _SHUT or (gate is _OPEN and not is_due)):
-            due_at = inf if gate is _SHUT else retry.next_attempt_at or now
+        if ends is None and (gate is _SHUT or not is_due) and (at := self._send_at(gate)) > now:
             # Wake up at the expiry as well: an expired event must not block the lane.
-            until = min(due_at, expires_at)
+            until = min(at, expires_at)
             return None if until == inf else Wait(until)
         if buffer.stub is not None:
             buffer.reset(self.acked_seq, self.floor_batch)
@@ -144,6 +143,14 @@ class Lane(LaneOutcomes):
             lane_ends=self.ended and last_seq == self.last_seq,
             batch=batch,
         )
+
+    def _send_at(self, gate: Gate) -> float:
+        """When the next delivery may be sent again; inf: not before the gate opens."""
+        if gate is _SHUT:
+            return inf
+        retry = self._retry
+        due_at = -inf if retry.next_attempt_at is None else retry.next_attempt_at
+        return min(due_at, retry.next_probe_at) if gate is Gate.PROBE and self.probes else due_at
 
     def _next_without_event(self, first: ErasedEvent, now: float) -> Command:
         """Dead-letter the next delivery, or hold the lane if its event is missing."""
@@ -199,7 +206,7 @@ class Lane(LaneOutcomes):
         is_due = self._retry.is_due(now)
         # A probe cannot show that the endpoint works again while the lane is held, and the circuit
         # breaker would admit the next one at once.
-        if (gate is _OPEN or held) and not is_due:
+        if (gate is _OPEN or held or not self.probes) and not is_due:
             return Wait(self._retry.next_attempt_at or now)
         self._busy = _SENDING
         self._is_free_probe = not is_due

@@ -30,7 +30,7 @@ from outbox.core.delivery.commands import (
 )
 from outbox.core.delivery.owned_lane import Busy, OwnedLane
 from outbox.core.delivery.retry_state import RetryState
-from outbox.core.model.response_policy import AttemptOutcome
+from outbox.core.model.response_policy import AttemptOutcome, is_application_failure
 from outbox.core.model.stored_response import stored_response, stored_success, strip_batch_response
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class LaneOutcomes(OwnedLane):
             row = self._fail(first, "refused", response, started_at)
             return self._dead_letter(first, "refused", row, blocks=blocks)
         row = self._fail(first, "retry", response, started_at)
+        retry.delay_probe(now, u, by_application=is_application_failure(response.status))
         if self.stream is not None:
             self._postpone(policy, now, u)
             return self._record_retry(first, row)
@@ -258,7 +259,7 @@ class LaneOutcomes(OwnedLane):
     def _fail(
         self,
         first: Delivery | ErasedEvent | LaneEnd,
-        outcome: Literal["retry", "refused"],
+        outcome: Literal["retry", "probe", "refused"],
         response: AttemptResult,
         started_at: float,
     ) -> AttemptRow:
@@ -267,6 +268,8 @@ class LaneOutcomes(OwnedLane):
         self._batch_size.record_failed(first.seq)
         retry.attempts += 1
         retry.record_failure(stored, started_at)
+        if self._is_free_probe and outcome == "retry":
+            outcome = "probe"
         return AttemptRow.from_response(
             first, retry.attempts, outcome, response, stored, started_at
         )

@@ -82,6 +82,7 @@ class OwnedLane:
         "holds_missing",
         "id",
         "last_seq",
+        "probes",
         "stalled_since",
         "stream",
     )
@@ -138,6 +139,8 @@ class OwnedLane:
         self._pending_cut: tuple[int, LaneDeadLetterReason] | None = None
         self.holds_missing = False
         """Whether a delivery holds the lane if its event is gone."""
+        self.probes = True
+        """Whether deliveries are probed between their own attempts."""
         # The row that holds the lane, as it was read last.
         self._held_event: MissingEvent | None = None
         # The sequence whose event was missing in a read that was made when it was the next one.
@@ -278,9 +281,17 @@ class OwnedLane:
         self.last_seq = max(self.last_seq, self._buffer.fetched_seq)
 
     def retry_now(self, now: float) -> None:
-        """Try again at once, because a person may have acted; for brokers and held lanes only."""
+        """Try again at once, because a person may have acted.
+
+        The next attempt of a delivery keeps its time, but for brokers and held lanes.
+        """
+        self.probe_now()
         if (self.stream is not None or self._retry.is_missing) and not self._retry.is_due(now):
             self._retry.postpone(now)
+
+    def probe_now(self) -> None:
+        """Let the next probe be at once: the receiver may process the delivery by now."""
+        self._retry.next_probe_at = -inf
 
     def reopen(self) -> bool:
         """Open the lane again before anything more is sent or dead-lettered; for brokers only.

@@ -6,12 +6,17 @@ with the lane's progress together with its sequence, so that stale state is reco
 While the circuit breaker is open, deliveries are probed between their own attempts.  Such a
 probe is *free*: it neither counts against the budget nor changes the schedule.
 
+A delivery that its application cannot process fails each time.  So after such a response it is
+probed again only after a time that doubles with each, whoever's turn the circuit breaker says it
+is; other failures say nothing about the delivery, and begin anew.
+
 Retry-After is not part of this state: it applies to the whole endpoint, see `circuit_breaker`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.operational_events import STUCK_EVERY
@@ -20,6 +25,10 @@ from outbox.core.model.response import Failure
 if TYPE_CHECKING:
     from outbox.core.delivery.commands import Progress
     from outbox.core.model.retry_policy import RetryPolicy
+
+PROBE_WAIT_S_MIN, PROBE_WAIT_S_MAX = 1.0, 60.0
+"""Time until a delivery is probed again at which the application failed, before jitter; it is
+doubled each time in a row."""
 
 # Bound once: enum member access is slow in Python 3.11.
 MISSING = Failure.MISSING
@@ -42,6 +51,11 @@ class RetryState:
     """If the delivery is dead-lettered for that, its lane waits for an operator."""
     reported_spent: int = 0
     """`spent` when the lane was last reported as stuck."""
+    probe_wait_s: float = 0.0
+    """The last time between two requests at which the application failed, before jitter; 0: it did
+    not fail the last time."""
+    next_probe_at: float = -inf
+    """No probe before this time."""
 
     @classmethod
     def from_progress(cls, progress: Progress) -> RetryState:
@@ -85,12 +99,26 @@ class RetryState:
             self.first_attempt_at = started_at
         self.last_response = response
 
+    def delay_probe(self, now: float, u: float, *, by_application: bool) -> None:
+        """Set the time of the next probe after a failed request.
+
+        Args:
+            u: uniform in [0, 1), for the jitter, which takes up to half.
+            by_application: the application failed at the delivery.
+        """
+        if not by_application:
+            self.probe_wait_s, self.next_probe_at = 0.0, -inf
+            return
+        self.probe_wait_s = min(max(self.probe_wait_s * 2, PROBE_WAIT_S_MIN), PROBE_WAIT_S_MAX)
+        self.next_probe_at = now + self.probe_wait_s * (1.0 - u / 2)
+
     def postpone(self, until: float) -> None:
         """Set the next attempt without charging the last one to this delivery."""
         self.next_attempt_at = until
 
     def clamp_delay(self, policy: RetryPolicy, now: float) -> None:
-        """Limit the delay to the policy's maximum, after the clock was set back."""
+        """Limit the delays to their maximum, after the clock was set back."""
+        self.next_probe_at = min(self.next_probe_at, now + PROBE_WAIT_S_MAX)
         if self.next_attempt_at is not None:
             _, longest_s = policy.delay_bounds_s(max(self.spent, 1))
             self.next_attempt_at = min(self.next_attempt_at, now + longest_s)

@@ -35,6 +35,7 @@ Method = Literal["POST", "PUT", "PATCH"]
 OnDeadLetter = Literal["continue", "block"]
 OnMissing = Literal["dead_letter", "hold"]
 OnForgotten = Literal["hold", "refill"]
+KeepResponses = Literal["none", "failed", "all"]
 HeadersT = TypeVar("HeadersT")
 StatusesT = TypeVar("StatusesT")
 
@@ -49,6 +50,7 @@ HTTP_ONLY = (
     "header_prefix",
     "batch_max",
     "keep_alive",
+    "keep_responses",
     "retryable",
 )
 """Settings that a broker's endpoint cannot have."""
@@ -198,6 +200,14 @@ class DeclaredSettings(Generic[HeadersT, StatusesT]):
         default=None,
     )
 
+    keep_responses: KeepResponses = declare(
+        setting_types.Choice(get_args(KeepResponses)),
+        REQUESTS,
+        "Responses of which headers and the beginning of the body are kept in the log: all, those "
+        "of failed attempts, or none.  Statuses are kept in any case.",
+        default="all",
+    )
+
     retry: RetryPolicy = declare(
         setting_types.Retry(),
         FAILURES,
@@ -233,6 +243,13 @@ class DeclaredSettings(Generic[HeadersT, StatusesT]):
         "If a broker has lost messages that it had acknowledged: hold the lane until a person "
         "acts, or refill the stream with what is missing, if all of it is still kept.",
         default="hold",
+    )
+    probes: bool = declare(
+        setting_types.Switch(),
+        FAILURES,
+        "While the endpoint fails, send deliveries again also between their own attempts, to find "
+        "out soon that it works again.  Otherwise their own attempts are all.",
+        default=True,
     )
     backlog_max: int | None = declare(
         setting_types.Count(BACKLOG_DELIVERIES_MAX),

@@ -30,6 +30,10 @@ RETRY_AFTER_S_MAX = 3600.0
 RETRYABLE = frozenset({408, 421, 425, 429, *range(500, 600)})
 """Statuses that are retried, unless the endpoint has its own list."""
 
+UNPROCESSED = frozenset({408, 421, 425, 429, 502, 503, 504})
+"""Statuses that say nothing about the delivery: the application has not processed it, or a server
+in front of it responded."""
+
 
 class AttemptOutcome(Enum):
     """What an attempt means for its delivery."""
@@ -75,6 +79,11 @@ def classify(
     if status in retryable:
         return AttemptOutcome.RETRY
     return AttemptOutcome.REFUSED
+
+
+def is_application_failure(status: int | None) -> bool:
+    """Whether a failed attempt failed in the application itself, which may fail each time."""
+    return status is not None and status not in UNPROCESSED
 
 
 def disables_endpoint(response: AttemptResult) -> bool:

@@ -71,6 +71,11 @@ def stored_response(response: AttemptResult) -> dict[str, Any]:
     return stored | _stored_content(response, STORED_HEADERS, STORED_BODY_CHARS_MAX)
 
 
+def without_content(response: AttemptResult) -> AttemptResult:
+    """The response without headers and body."""
+    return response._replace(headers=(), body=b"")
+
+
 def missing_response(outbox_id: int) -> dict[str, Any]:
     """What is stored of a delivery that waits for its event, which is gone."""
     return {

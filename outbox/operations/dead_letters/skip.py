@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from outbox.core.brokers.results import BROKER_FAILURES
+from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.model.response import (
     HOLD_FAILURES,
     STREAM_HOLD_FAILURES,
     UNREACHABLE_FAILURES,
     Failure,
 )
+from outbox.core.model.response_policy import is_application_failure
 from outbox.errors import Conflict
 from outbox.operations.endpoints.changes import find_endpoint
 from outbox.operations.lane_history import get_lane
@@ -86,13 +88,34 @@ def is_held(last_response: Mapping[str, Any] | None) -> bool:
     return (last_response or {}).get("failure") in HOLD_FAILURES
 
 
-def stuck_advice(
-    endpoint: str, lane: str, sequence: int, last_response: Mapping[str, Any] | None
-) -> str | None:
-    """How to go on with a delivery that fails again and again; None: it is not at fault.
+def skip_helps(last_response: Mapping[str, Any] | None, *, health: str, failing_lanes: int) -> bool:
+    """Whether a failing delivery is probably at fault, and not its receiver: that responds to
+    others, or its application fails at this one alone.
 
     Args:
         last_response: the last response in its stored form.
+        health: the state of the endpoint's circuit breaker.
+        failing_lanes: the failing lanes of its endpoint.
+    """
+    last = last_response or {}
+    if health == BreakerState.HEALTHY:
+        return last.get("failure") not in UNREACHABLE_FAILURES
+    return failing_lanes <= 1 and is_application_failure(last.get("status"))
+
+
+def stuck_advice(
+    endpoint: str,
+    lane: str,
+    sequence: int,
+    last_response: Mapping[str, Any] | None,
+    *,
+    skippable: bool,
+) -> str | None:
+    """How to go on with a delivery that fails again and again; None: its broker is at fault.
+
+    Args:
+        last_response: the last response in its stored form.
+        skippable: whether to skip it, see `skip_helps`.
     """
     failure = (last_response or {}).get("failure")
     name = shlex.quote(endpoint)
@@ -103,7 +126,7 @@ def stuck_advice(
         )
     if failure in STREAM_HOLD_FAILURES:
         return f"to go on with the stream as it is: outbox endpoint adopt {name} --dry-run"
-    if failure in BROKER_FAILURES or failure in UNREACHABLE_FAILURES:
+    if failure in BROKER_FAILURES:
         return None
     if failure == Failure.MISSING:
         return (
@@ -111,7 +134,9 @@ def stuck_advice(
             f"{skip_command(endpoint, lane, sequence)}; or, for all: "
             f"outbox endpoint update {name} --on-missing dead_letter"
         )
-    return f"to skip it: {skip_command(endpoint, lane, sequence)}"
+    if skippable:
+        return f"to skip it: {skip_command(endpoint, lane, sequence)}"
+    return f"to hold its deliveries until its receiver works: outbox endpoint pause {name}"
 
 
 class LaneMoved(Conflict):

@@ -172,6 +172,9 @@ class DeliveryRow:
     dead_letter: int | None
     """The dead letter that holds it."""
     attempts: int
+    """Requests that were made, probes included."""
+    probes: int
+    """Failed attempts that only probed the receiver; they do not count against the retry limit."""
     status: int | None
     """Status of the last attempt; null: it had no response, or there was none."""
     failure: str | None

@@ -250,6 +250,10 @@ SELECT e.id AS endpoint_id, e.name AS endpoint, p.outbox_id, p.backfill_id,
             WHEN a.outcome = 'd' OR p.seq <= g.acked_seq THEN 'delivered'
             ELSE 'pending' END AS outcome,
        d.reason, d.id AS dead_letter, coalesce(a.attempt, own.attempts, 0) AS attempts,
+       CASE WHEN a.attempt > 1 THEN (
+                SELECT count(*) FROM attempt_run
+                 WHERE lane_id = p.lane_id AND batch = p.batch AND seq = p.seq AND outcome = 'p')
+            ELSE 0 END AS probes,
        coalesce(a.status, (own.last_response ->> 'status')::integer) AS status,
        CASE WHEN a.status IS NULL THEN coalesce(a.failure, own.last_response ->> 'failure')
        END AS failure,

@@ -25,7 +25,7 @@ from outbox.errors import Conflict, UsageError
 from outbox.operations.endpoints import writes as endpoint_writes
 from outbox.operations.endpoints.queries import settings_of
 from outbox.operations.endpoints.writes import REQUIRE_STATES
-from outbox.operations.lanes import LANE_STATE
+from outbox.operations.lane_backlogs import PendingAhead, read_ahead
 from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR, SIGNING
 from outbox.store.delivery.endpoints import endpoint_not_found, setting_columns
@@ -62,21 +62,6 @@ FIND_ENDPOINTS = f"{READ_ENDPOINTS} AND e.name = ANY ($1)"
 READ_FILTERS = (
     "SELECT count(('$ ? (' || filter || ')')::jsonpath) FROM unnest($1::text[]) AS filter"
 )
-
-
-# The rate is that of the last one or two intervals of the history.
-READ_AHEAD = f"""
-SELECT p.deliveries, p.lanes, p.deliveries / nullif(h.per_s, 0) AS seconds
-  FROM (SELECT coalesce(sum(s.last_seq - s.acked_seq), 0)::bigint AS deliveries,
-               count(*) FILTER (WHERE s.last_seq > s.acked_seq) AS lanes
-          FROM ({LANE_STATE} WHERE l.endpoint_id = $1) s) p
- CROSS JOIN (
-       SELECT (sum(successes)
-               / extract(epoch FROM clock_timestamp() - min(began_at)))::float8 AS per_s
-         FROM delivery_history
-        WHERE endpoint_id = $1 AND began_at BETWEEN clock_timestamp() - interval '10 minutes'
-                                                AND clock_timestamp()) h
-"""  # noqa: S608 (constants only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +101,6 @@ class FoundEndpoint:
     def settings(self) -> EndpointSettings:
         """Parsed on access: an endpoint with unreadable settings can still be removed."""
         return settings_of(self.row, self.vault)
-
-
-@dataclass(frozen=True, slots=True)
-class PendingAhead:
-    """What is pending in the lanes before a change of their number, and goes first."""
-
-    deliveries: int
-    lanes: int
-    """The lanes that have pending deliveries."""
-    seconds: float | None
-    """How long they take at the rate of the last minutes; null: nothing was delivered then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +228,7 @@ async def update_endpoint(
         warnings = settings.warnings if "headers" in planned.changed else ()
         ahead = None
         if planned.has_new_lanes:
-            ahead = PendingAhead(*await change.db.fetchrow(READ_AHEAD, endpoint.id))
+            ahead = await read_ahead(change.db, endpoint.id)
         return Updated(endpoint.id, settings.name, planned.changed, warnings, ahead)
 
     return await make_change(connection, schema, actor, plan)

@@ -40,7 +40,7 @@ oldest AS MATERIALIZED (
     SELECT l.endpoint_id, max({lanes.OLDEST_S}) AS oldest_s FROM near l
      WHERE l.last_seq > l.acked_seq GROUP BY l.endpoint_id)
 SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_comment, e.lanes,
-       (SELECT sum(pending) FROM totals)::bigint AS pending_total,
+       e.probes, (SELECT sum(pending) FROM totals)::bigint AS pending_total,
        (SELECT count(*) FROM totals) AS endpoints_total, r.name AS replica,
        {lanes.DEAD_LETTERS} AS dead_letters,
        h.state AS health, h.since AS health_since, h.held_until,
@@ -125,6 +125,8 @@ class EndpointStatus:
     condition: str
     """One word from operational state, lanes and circuit breaker."""
     health: HealthStatus | None
+    probes: bool
+    """Whether its deliveries are probed while it fails."""
     lanes: int
     pending: int
     oldest_s: float | None

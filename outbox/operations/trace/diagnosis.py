@@ -10,13 +10,14 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
+from outbox.core.delivery.circuit_breaker import PROBED_STATES, describe_probing
 from outbox.core.delivery.operational_events import STUCK_EVERY
 from outbox.core.model.duration import rounded
 from outbox.core.model.response import STREAM_HOLD_FAILURES, Failure
+from outbox.core.model.response_policy import is_application_failure
 from outbox.core.model.stored_response import describe_attempts, describe_response
 from outbox.core.model.text import count
-from outbox.operations.dead_letters.skip import is_held, stuck_advice
+from outbox.operations.dead_letters.skip import is_held, skip_helps, stuck_advice
 from outbox.operations.trace.model import TraceAction, TraceCause
 
 if TYPE_CHECKING:
@@ -215,7 +216,11 @@ def _find_obstacles(
         left_s = (lane.held_until - now).total_seconds()
         yield _finding(f"waits {rounded(left_s)} more: its receiver sent Retry-After")
     elif lane.health in PROBED_STATES:
-        tried = f"; {PROBING_TEXT}" if lane.state == "active" and lane.relay else ""
+        tried = (
+            f"; {describe_probing(probes=lane.probes)}"
+            if lane.state == "active" and lane.relay
+            else ""
+        )
         text = f"waits: its endpoint has been {lane.health} {lasted(lane.health_since)}{tried}"
         yield _finding(text)
     head = lane.head
@@ -247,17 +252,20 @@ def _explain_failure(delivery: TracedDelivery, lane: PendingLaneState, now: date
     # The event is probably to blame if its receiver responds to others.
     last = head.last_response or {}
     if (
-        (lane.health == "healthy" and "status" in last)
+        (lane.health == "healthy" and is_application_failure(last.get("status")))
         or head.attempts >= STUCK_EVERY
         or is_held(last)
     ):
         where = delivery.endpoint, delivery.lane, head.sequence
-        if (advice := stuck_advice(*where, last)) is not None:
+        skippable = skip_helps(last, health=lane.health, failing_lanes=lane.failing_lanes)
+        if (advice := stuck_advice(*where, last, skippable=skippable)) is not None:
             actions = [TraceAction("adopt", delivery.endpoint)]
             if last.get("failure") == Failure.FORGOT:
                 actions.insert(0, TraceAction("refill", delivery.endpoint))
             elif last.get("failure") not in STREAM_HOLD_FAILURES:
-                actions = [TraceAction("skip", *where)]
+                skips = skippable or last.get("failure") == Failure.MISSING
+                pause = TraceAction("pause", delivery.endpoint)
+                actions = [TraceAction("skip", *where) if skips else pause]
             return _finding(text, f"; {advice}", *actions)
     return _finding(text)
 

@@ -64,13 +64,31 @@ class TracedAttempt:
     attempt: int
     replica_id: int | None
     outcome: str
-    """delivered, retry or refused."""
+    """delivered, retry, probe (which failed, and costs no retry) or refused."""
     status: int | None
     error: str | None
     started_at: datetime
     elapsed_ms: float
     response: dict[str, Any] | None
     """The stored response."""
+
+
+@dataclass(frozen=True, slots=True)
+class RebuiltRequest:
+    """A request as it was sent: not stored, but built again from the event and from the settings
+    of its endpoint at that time."""
+
+    attempt: int
+    method: str
+    url: str
+    headers: tuple[tuple[str, str], ...]
+    """The headers in their order, without signatures.  The values of the endpoint's own are
+    masked."""
+    body: str | None = None
+    """The body; an endpoint with batches may have sent it together with others.  None: it is a
+    payload that is not JSON, in `body_base64`."""
+    body_base64: str | None = None
+    rebuilt: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +136,10 @@ class PendingLaneState:
     relay: str | None
     """The live relay that owns the endpoint."""
     head: LaneHead
+    failing_lanes: int
+    """Failing lanes of the endpoint."""
+    probes: bool
+    """Whether the endpoint's deliveries are probed while it fails."""
     blocked_since: datetime | None
     blocked_by: int | None
     """The dead letter that blocks the lane."""
@@ -149,6 +171,9 @@ class TracedDelivery:
     """The lane's state, only for a pending delivery."""
     # With a default, or pydantic leaves it out of the schema.
     state: DeliveryState = field(init=False, default="pending")
+    request: RebuiltRequest | None = None
+    """The last request, where requests are asked for.  None: there was none, or what it is built
+    from is gone."""
 
     def __post_init__(self) -> None:
         if self.dead_letter is not None:
@@ -185,7 +210,7 @@ class SequencingProgress:
 class TraceAction:
     """An action that resolves a cause."""
 
-    kind: Literal["skip", "refill", "adopt", "replay", "discard", "resume", "enable"]
+    kind: Literal["skip", "pause", "refill", "adopt", "replay", "discard", "resume", "enable"]
     """An operation on a delivery, a dead letter or an endpoint."""
     endpoint: str
     lane: str | None = None

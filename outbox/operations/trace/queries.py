@@ -18,7 +18,7 @@ from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.dead_letters.queries import LAST_REPLAY
 from outbox.operations.events import queries as events
 from outbox.operations.events.future import NotPublishedYet
-from outbox.operations.lanes import BLOCKED_BY, LANE_STATE, retry_state
+from outbox.operations.lanes import BLOCKED_BY, FAILING_LANES, LANE_STATE, retry_state
 from outbox.operations.pages import shorten_responses
 from outbox.operations.rows import ID_MAX, encode_other, from_row
 from outbox.operations.trace.diagnosis import add_diagnosis
@@ -146,6 +146,7 @@ SELECT s.lane_id, s.acked_seq, s.retry_seq, s.attempts, s.spent, s.next_attempt_
        h.held_until, b.at AS blocked_since, {BLOCKED_BY} AS blocked_by,
        (SELECT r.name FROM ownership o JOIN replica r ON r.id = o.replica_id
          WHERE o.endpoint_id = e.id AND {lease_runs("r")}) AS relay,
+       {FAILING_LANES} AS failing_lanes, e.probes,
        older.pending AS older_pending, older.unended AS older_unended,
        (SELECT o.event_id FROM delivery d JOIN outbox o ON o.id = d.outbox_id
          WHERE d.lane_id = s.lane_id AND d.batch >= s.floor_batch AND d.seq = s.acked_seq + 1
@@ -365,6 +366,7 @@ async def _read_deliveries(
             attempts=tuple(attempts[place]),
             dead_letter=dead_letters.get(place),
             lane_state=lane_states.get(place),
+            request=None,
         )
         for row, place in zip(rows, places, strict=True)
     )

@@ -83,9 +83,11 @@ class BreakerFollowUp:
             return outcome
         self._telemetry.breaker_changed(runtime, now)
         runtime.reported = runtime.reported.record_state(breaker.state)
-        if breaker.state in PROBED_STATES:
-            for lane in runtime.lanes.values():
+        for lane in runtime.lanes.values():
+            if breaker.state in PROBED_STATES:
                 lane.state.reset_batch_size()
+            else:
+                lane.state.probe_now()
         self.mark_changed(runtime)
         self.requeue(runtime)
         # Lanes that sleep until a retry time may be admitted sooner.
@@ -104,7 +106,7 @@ class BreakerFollowUp:
             outcome, now, self._rng.random(),
             gone=disables_endpoint(response), preempted=attempt.preempted,
             retry_after_s=hold_off_s, opens=response.failure is Failure.MISCONFIGURED,
-            last_response=stored_response(response),
+            last_response=stored_response(runtime.endpoint.kept_response(response, outcome)),
         )  # fmt: skip
         ordinary = not is_operational(attempt.send.delivery.type)
         reported = runtime.reported.record_failure(breaker.state, now, ordinary=ordinary)

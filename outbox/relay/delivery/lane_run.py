@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.model.response_policy import AttemptOutcome
 from outbox.core.model.stored_response import stored_success
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class LaneRun:
         if response.headers is not self._headers or response.body is not self._body:
             self._headers, self._body = response.headers, response.body
             redacted = response if self._redactor is None else self._redactor.redact(response)
-            self._stored = stored_success(redacted)
+            kept = self._endpoint.kept_response(redacted, AttemptOutcome.DELIVERED)
+            self._stored = stored_success(kept)
         now, done = self._now(), run.send
         requests = lane.requests
         known = None if requests.prepared is None else requests.prepared.send

@@ -225,6 +225,7 @@ class EndpointRuntime:
                 lane.state.clamp_times(self.endpoint.retry, now)
                 lane.state.apply_policy(self.endpoint.retry, blocks=self.endpoint.blocks)
                 lane.state.holds_missing = self.endpoint.holds_missing
+                lane.state.probes = self.endpoint.probes
             elif each.ended:
                 # Its counter was read after the change, so it is final.
                 lane.state.mark_ended()
@@ -320,6 +321,7 @@ class EndpointRuntime:
             lane.state.set_batch_max(endpoint.batch_max)
             lane.state.apply_policy(endpoint.retry, blocks=endpoint.blocks)
             lane.state.holds_missing = endpoint.holds_missing
+            lane.state.probes = endpoint.probes
         if endpoint.state == "paused":
             self.breaker.pause()
         elif was.resumes != endpoint.resumes:

@@ -189,6 +189,7 @@ class DeliveryTelemetry:
         delivery = next((each for each in batch if each.seq == record.seq), send.delivery)
         next_at = progress.next_attempt_at
         delay_s = None if next_at is None else max(next_at - now, 0.0)
+        is_probe = record.attempt is not None and record.attempt.outcome == "probe"
         if delay_s is not None:
             self.meters.record_retry_delay(delay_s)
         log.warning(
@@ -199,7 +200,7 @@ class DeliveryTelemetry:
             status=response.status,
             failure=response.failure and response.failure.value,
             detail=response.detail or None,
-            outcome=outcome.name.lower(),
+            outcome="probe" if is_probe else outcome.name.lower(),
             retry_in_s=None if delay_s is None else round(delay_s, 3),
         )
 

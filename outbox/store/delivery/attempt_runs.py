@@ -32,7 +32,7 @@ RUN_RESPONSE_CHARS_MAX = 16 << 10
 """Characters of the responses of a run that are not as its first one."""
 
 _SUCCESS = 1, "delivered"
-_OUTCOMES = {"delivered": "d", "retry": "r", "refused": "f"}
+_OUTCOMES = {"delivered": "d", "retry": "r", "probe": "p", "refused": "f"}
 
 # Whether a trigger or a rule of the application's may suppress attempts.
 #   tgtype: 1 is FOR EACH ROW, 4 is INSERT, 2 is BEFORE, 64 is INSTEAD OF.  ev_type 3 is INSERT.

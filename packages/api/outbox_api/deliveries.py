@@ -16,10 +16,11 @@ from outbox.operations.deliveries.model import (
     RemovedLog,
     StatusRange,
 )
+from outbox.operations.preview import add_requests
 from outbox.operations.trace import queries as trace
 from outbox.operations.trace.model import EventTrace
 from outbox_api import route, tenancy
-from outbox_api.endpoint_credentials import NAME
+from outbox_api.endpoint_credentials import NAME, vault_of
 from outbox_api.field_types import Name, Text
 from outbox_api.redaction import redactor_for
 from outbox_api.request_parsing import Paging, TimeOrAge
@@ -136,4 +137,5 @@ async def _list(call: Call[DeliveriesQuery, None]) -> Page[Any]:
 )
 async def _get(call: Call[NoQuery, None]) -> EventTrace:
     found = await call.run(trace.trace_delivery, call.path["id"], tenant=call.tenant)
+    found = await call.run(add_requests, found, vault=vault_of(call))
     return (await redactor_for(call)).redact_trace(found)

@@ -56,6 +56,7 @@ def plain(reported: Any, name: str = "") -> Any:
         return f"a {name}"
     if isinstance(reported, str):
         reported = re.sub(r"\d{4}-\d\d-\d\d[T ][0-9:.]+(Z|\+00:00)", "a time", reported)
+        reported = re.sub(r"^1\d{9}$", "a second", reported)
         reported = re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}", "a uuid", reported)
         reported = re.sub(
             r"(dead letter |dead replay |dead discard |job |/replays/)\d+", r"\1N", reported
