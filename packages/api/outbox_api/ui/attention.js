@@ -5,7 +5,7 @@ import { h } from "./dom.js";
 import { capital, count, duration, plural } from "./format.js";
 import { readAndResume } from "./endpoint_actions.js";
 import { link } from "./router.js";
-import { retryAction, stuckAction } from "./stuck_lane.js";
+import { pauseAction, retryAction, stuckAction } from "./stuck_lane.js";
 
 const SHOWN_MAX = 8;
 // Checks of the doctor whose findings the status has, with the actions on them.
@@ -52,7 +52,8 @@ function failingItem(each) {
     `${plural(failing.attempts, "attempt")}${last ? `, last response ${last}` : ""}; ${plural(each.pending, "delivery", "deliveries")} pending. `,
     failing.event && h("a", { href: link("trace", [failing.event]) }, "Trace the event")],
   action: [retryAction(each.name),
-    failing.skip_requested ? null : stuckAction(each.name, { name: failing.lane, sequence: failing.sequence, last_response: failing.last_response })] };
+    failing.skip_requested ? null : stuckAction(each.name, { name: failing.lane, sequence: failing.sequence, last_response: failing.last_response },
+      { health: each.health?.state ?? "healthy", failingLanes: each.failing_lanes }) ?? pauseAction(each.name)] };
 }
 
 // Its backlog grows until it is resumed.

@@ -11,7 +11,7 @@ const TONE = {
   degraded: "fair", recovering: "fair", pending: "fair", replaying: "fair", running: "fair", waiting: "fair", held: "fair",
   paused: "off", disabled: "off", discarded: "off", lapsed: "off", expired: "off", aborted: "off", revoked: "off", free: "off",
   failing: "bad", rejecting: "bad", dead: "bad", dead_again: "bad", blocked: "bad", problem: "bad", warning: "fair",
-  retry: "fair", refused: "bad", disabling: "off", removing: "off", dead_lettered: "bad",
+  retry: "fair", probe: "fair", refused: "bad", disabling: "off", removing: "off", dead_lettered: "bad",
 };
 
 export const badgeTone = (word) => TONE[word] ?? "fair";

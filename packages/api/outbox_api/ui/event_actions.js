@@ -1,8 +1,8 @@
-// Find or publish an event.
+// Find or publish an event, or send it again.
 
 import { post, session } from "./api.js";
 import { h } from "./dom.js";
-import { confirm, field, notice } from "./dialogs.js";
+import { confirm, field, notice, runAction } from "./dialogs.js";
 import { parsePayload } from "./json.js";
 import { link, navigate } from "./router.js";
 
@@ -19,6 +19,15 @@ export async function publish() {
   ], { yes: "Publish", send: (values) => post("/v1/events", {
     type: values.type.trim(), key: values.key.trim() || null, tenant: values.tenant?.trim() || null, payload: parsePayload(values.payload) }) });
   if (result) navigate(link("trace", [result.id]), () => notice("The event is published."));
+}
+
+// Send an event to an endpoint that has received it.
+export async function sendAgain(endpoint, event) {
+  const yes = await confirm(`Send ${event.type} to ${endpoint} again?`, [
+    h("p", null, "It is appended to the endpoint's deliveries, behind what is pending with its key, and gets an X-Delivery of its own."),
+    h("p", null, "So a receiver that has processed the event processes it again."),
+  ], { yes: "Send again" });
+  if (yes) await runAction(() => post("/v1/replays", { endpoint, events: [event.event_id] }), "The event is sent again.");
 }
 
 // Open the trace of an event.

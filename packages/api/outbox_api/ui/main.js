@@ -7,6 +7,7 @@ import { h, show } from "./dom.js";
 import { confirm, notice } from "./dialogs.js";
 import { currentRoute, link, canonicalLink } from "./router.js";
 import { visible } from "./text.js";
+import * as deliveries from "./views/deliveries.js";
 import * as deadLetters from "./views/dead_letters.js";
 import * as editEndpoint from "./views/edit_endpoint.js";
 import * as endpoint from "./views/endpoint.js";
@@ -27,6 +28,7 @@ import * as trace from "./views/trace.js";
 const PLACES = [
   ["overview", overview, "Overview", "o"],
   ["endpoints", endpoints, "Endpoints", "e"],
+  ["deliveries", deliveries, "Deliveries", "l"],
   ["dead-letters", deadLetters, "Dead letters", "d"],
   ["events", events, "Events", "v"],
   ["schedules", schedules, "Schedules", "s"],
@@ -137,7 +139,7 @@ function route() {
 async function showShortcuts() {
   await confirm("Keyboard shortcuts", h("dl", { class: "facts keys" },
     menu().map(([, , label, key]) => h("div", null, h("dt", null, h("kbd", null, "g"), " ", h("kbd", null, key)), h("dd", null, label))),
-    h("div", null, h("dt", null, h("kbd", null, "/")), h("dd", null, "Find an event")),
+    h("div", null, h("dt", null, h("kbd", null, "/")), h("dd", null, "Search")),
     h("div", null, h("dt", null, h("kbd", null, "?")), h("dd", null, "Show this list"))), { yes: "Close", no: null });
 }
 
@@ -159,7 +161,7 @@ document.addEventListener("keydown", (event) => {
     event.preventDefault();
     const search = () => document.querySelector(".find input");
     // Focus at once if the form exists: the next keys belong to it.
-    if (currentRoute().place === "events" && search()) return void search().focus();
+    if (["events", "deliveries"].includes(currentRoute().place) && search()) return void search().focus();
     location.hash = "#/events";
     setTimeout(() => search()?.focus());
   }

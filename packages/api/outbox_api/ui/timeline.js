@@ -74,5 +74,6 @@ export function timeline(trace, now) {
       rows),
     h("figcaption", { class: "hint" }, "Logarithmic time axis. ",
       h("span", { class: "key delivered" }, "delivered"), h("span", { class: "key retry" }, "failed, retried"),
+      h("span", { class: "key probe" }, "failed probe, costs no retry"),
       h("span", { class: "key refused" }, "refused"), h("span", { class: "key dead-lettered" }, "× dead-lettered")));
 }

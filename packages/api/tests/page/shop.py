@@ -12,6 +12,7 @@ from tests.support.browser import visiting
 from tests.support.relay import (
     BUSY,
     OK,
+    RAISED,
     REFUSED,
     Network,
     add_endpoint,
@@ -44,13 +45,13 @@ class Shop:
         self.refuses = True
         self.refuses_all = False
         self.sick_key: str | None = None
-        """The only key for which `sick` fails; None: it fails for all."""
+        """The only key at which `sick` fails itself; None: it is down."""
 
     def response(self, sent: Sent) -> AttemptResult:
         if self.refuses_all:
             return REFUSED
         if sent.url.endswith("/sick") and self.sick_key in (None, sent.body.get("key")):
-            return BUSY
+            return BUSY if self.sick_key is None else RAISED
         return REFUSED if self.refuses and sent.url.endswith("/strict") else OK
 
     async def dead(self, state: str, number: int) -> None:

@@ -27,8 +27,8 @@ pytestmark = [
 AXE = ("axe-core", "4.14.1")
 PLACES = (
     "overview", "endpoints", "endpoint/sick", "new-endpoint", "edit-endpoint/sick",
-    "preview/well?event=order-0", "dead-letters", "dead-letter/1", "events", "trace/order-0",
-    "schedules", "replicas", "journal", "tokens",
+    "preview/well?event=order-0", "deliveries?endpoint=sick", "dead-letters", "dead-letter/1",
+    "events", "trace/order-0", "schedules", "replicas", "journal", "tokens",
 )  # fmt: skip
 RULES = ("wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice")
 RUN_AXE = """async (rules) => {

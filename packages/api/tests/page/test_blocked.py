@@ -11,8 +11,8 @@ from playwright.async_api import expect
 from tests.support.api import make_token, serving
 from tests.support.browser import visiting
 from tests.support.relay import (
-    BUSY,
     OK,
+    RAISED,
     REFUSED,
     Network,
     add_endpoint,
@@ -140,7 +140,7 @@ async def test_a_stuck_delivery_is_skipped_from_the_page(database: Database) -> 
     retry = {"base_s": 0.05, "factor": 1.0, "cap_s": 0.05, "attempts_max": 10_000}
     await add_endpoint(database, "strict", lanes=1, retry=retry)
     secret = await make_token(database, "me")
-    network = Network(lambda sent: BUSY if sent.body["data"] == "poison" else OK)
+    network = Network(lambda sent: RAISED if sent.body["data"] == "poison" else OK)
     async with (
         serving(database) as api,
         visiting(api.url) as visitor,

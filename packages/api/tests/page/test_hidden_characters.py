@@ -52,6 +52,7 @@ async def test_no_view_shows_a_hidden_character(database: Database) -> None:
         "endpoint": f"endpoint/{name}",
         "edit-endpoint": f"edit-endpoint/{name}",
         "preview": f"preview/{name}?event={event}",
+        "deliveries": f"deliveries?endpoint={name}",
         "trace": f"trace/{event}",
         "dead-letter": "dead-letter/1",
     }

@@ -13,6 +13,7 @@ from packages.api.tests.page.shop import shop
 from tests.support.api import make_token, serving
 from tests.support.browser import visiting
 from tests.support.relay import fetchval, publish
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database
@@ -28,6 +29,7 @@ pytestmark = [
 async def test_the_delivery_that_a_lane_is_stuck_on_is_skipped(database: Database) -> None:
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page
+        here.sick_key = "order-0"
         await visitor.open("trace/order-0")
         stuck = page.locator("details", has=page.get_by_text("sick", exact=True)).first
         await visitor.press("Skip", inside=stuck)
@@ -111,6 +113,21 @@ async def test_a_delivered_event_says_so(database: Database) -> None:
         await visitor.open("dead-letter/2")
         text = re.compile(r"^Its replay was delivered with sequence \d+ of lane .+\.$")
         await expect(page.locator(".success")).to_have_text(text)
+
+
+@pytest.mark.full
+async def test_a_delivered_event_is_sent_again(database: Database) -> None:
+    async with shop(database) as here:
+        visitor, page = here.visitor, here.visitor.page
+        await visitor.open("trace/order-0")
+        delivered = page.locator("details", has=page.get_by_text("well", exact=True)).first
+        await delivered.locator("summary").first.click()
+        await visitor.press("Send again…", inside=delivered)
+        await visitor.wait_for("a receiver that has processed the event processes it again")
+        await visitor.press("Send again", inside=visitor.dialog)
+        await visitor.wait_for("The event is sent again.")
+        again = "SELECT count(*) FROM delivery WHERE backfill_id IS NOT NULL"
+        await until(lambda: fetchval(database, again), what="another delivery")
 
 
 HOLD = """

@@ -5,7 +5,7 @@ import { h, show } from "../dom.js";
 import { row, table } from "../components.js";
 import { confirm, notice, tryRequest } from "../dialogs.js";
 import { endpointForm } from "../endpoint_form.js";
-import { sentence } from "../format.js";
+import { duration, plural, sentence } from "../format.js";
 import { once } from "../live.js";
 import { link, navigate } from "../router.js";
 import { labelOf, showValue } from "../setting_fields.js";
@@ -16,7 +16,7 @@ const HEADS = ["Setting", "Before", "After"];
 const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 
 // Settings that another change has altered since the form was opened.
-function summary(described, changes, before, current) {
+function summary(described, changes, before, current, pending) {
   const byName = new Map(described.map((each) => [each.name, each]));
   const others = described.filter((each) => !same(before[each.name], current[each.name]));
   return [
@@ -25,9 +25,17 @@ function summary(described, changes, before, current) {
     others.some((each) => each.name in changes) ? " Your value replaces it." : " It is kept.") : null,
     table(HEADS, Object.entries(changes).map(([setting, value]) => row([
       labelOf(setting), showValue(byName.get(setting), current[setting]), showValue(byName.get(setting), value)], HEADS, setting)), ""),
-    "lanes" in changes ? h("p", { class: "hint" }, "New lanes start when the deliveries in the present ones have ended, so that the order of each key is kept.") : null,
+    "lanes" in changes ? h("p", { class: "hint" }, "New lanes start when the deliveries in the present ones have ended, so that the order of each key is kept"
+      + `${pending ? `: ${plural(pending, "pending delivery", "pending deliveries")}, for which newer events wait` : ""}.`) : null,
     "url" in changes || "format" in changes ? h("p", { class: "hint" }, "Pending deliveries are sent with the new settings, too.") : null,
   ].filter(Boolean);
+}
+
+// What goes before the events that new lanes get.
+function waiting(ahead) {
+  if (!ahead?.deliveries) return null;
+  const rest = ahead.seconds === null ? "" : `, in about ${duration(ahead.seconds)}`;
+  return `${plural(ahead.deliveries, "pending delivery goes", "pending deliveries go")} first, through ${plural(ahead.lanes, "lane")}${rest}; newer events wait for that.`;
 }
 
 async function save(endpoint, described, form, before) {
@@ -36,10 +44,10 @@ async function save(endpoint, described, form, before) {
   if (!Object.keys(changes).length) return void notice("Nothing was changed.");
   const detail = await tryRequest(() => get(`/v1/endpoints/${name(endpoint)}`));
   if (!detail) return undefined;
-  if (!await confirm(`Change ${endpoint}?`, summary(described, changes, before, detail.settings), { yes: "Save" })) return undefined;
+  if (!await confirm(`Change ${endpoint}?`, summary(described, changes, before, detail.settings, detail.endpoint.pending), { yes: "Save" })) return undefined;
   try {
     const updated = await patch(`/v1/endpoints/${name(endpoint)}`, changes);
-    const warnings = updated.warnings.map(sentence).join(" ");
+    const warnings = [waiting(updated.ahead), ...updated.warnings.map(sentence)].filter(Boolean).join(" ");
     navigate(link("endpoint", [updated.name]), () => notice(
       `${updated.name} was changed: ${Object.keys(updated.changed).map(labelOf).join(", ") || "nothing"}. ${warnings}`.trim(), warnings ? "bad" : "good"));
   } catch (error) {

@@ -34,10 +34,10 @@ async function findBlockers(endpoint, blocked, known, signal) {
   }
 }
 
-function stuck(endpoint, lane, known) {
+function stuck(endpoint, lane, known, { endpoint: { failing_lanes: failingLanes }, health }) {
   if (!isBlocked(lane)) {
     const next = { name: lane.name, sequence: lane.acked_seq + 1, behind: lane.last_seq - lane.acked_seq - 1, last_response: lane.last_response };
-    return lane.attempts ? stuckAction(endpoint, next) : "";
+    return lane.attempts ? stuckAction(endpoint, next, { health: health.state, failingLanes }) : "";
   }
   const id = known.get(blockKey(lane));
   return id ? h("a", { href: link("dead-letter", [String(id)]) }, `blocked by dead letter ${id}`)
@@ -57,6 +57,7 @@ function actionBar(endpoint, detail, blocked, isBroker) {
     each.state === "disabled" ? button("Enable", () => endpointActions.runVerb(endpoint, "enable", `${endpoint} is enabled. It receives new events.`), { kind: "main" }) : null,
     session.may("operate") && h("a", { class: "button", href: link("edit-endpoint", [endpoint]) }, "Edit"),
     button(isBroker ? "Test" : "Send test event", () => sendTest(endpoint)),
+    h("a", { class: "button", href: link("deliveries", [], { endpoint }) }, "Deliveries"),
     h("a", { class: "button", href: link("preview", [endpoint]) }, "Preview"),
     isBroker ? button("Credentials", () => access.setCredentials(endpoint, hasCredentials(settings)))
       : button("Rotate secret", () => access.rotateSecret(endpoint)),
@@ -120,6 +121,8 @@ export function view(place, [endpoint]) {
         keepAlive(settings, health),
         ["Retry", typeof settings.retry === "string" ? settings.retry : JSON.stringify(settings.retry)],
         ["On dead letter", settings.on_dead_letter === "block" ? "block the lane" : "continue the lane"],
+        !settings.probes && ["Probes", "none: only the deliveries' own attempts"],
+        settings.keep_responses !== "all" && ["Responses kept", settings.keep_responses === "none" ? "none" : "of failed attempts"],
         settings.on_missing === "hold" && ["On missing event", "hold the lane"],
         settings.on_forgotten === "refill" && ["On forgotten messages", "refill the stream"],
         ["Format", settings.format],
@@ -135,7 +138,7 @@ export function view(place, [endpoint]) {
           h("code", null, lane.name), count(lane.last_seq - lane.acked_seq),
           h("span", { title: "Acknowledged or dead-lettered" }, count(lane.acked_seq)),
           lane.probes ? `${count(lane.attempts)} (${plural(lane.probes, "probe")})` : count(lane.attempts),
-          nextAttempt(each, lane), responseLine(lane.last_response) ?? "–", stuck(endpoint, lane, known),
+          nextAttempt(each, lane), responseLine(lane.last_response) ?? "–", stuck(endpoint, lane, known, detail),
         ], LANES, lane.name)), "No pending deliveries.")),
       session.tenant === null ? ownershipHistory(detail.ownership_history) : null,
       h("details", null, h("summary", null, "All settings"), code(settings)));

@@ -4,46 +4,26 @@ import { get, name, session } from "../api.js";
 import { h, show } from "../dom.js";
 import { timeline } from "../timeline.js";
 import { discardOne, replayOne } from "../dead_letter_actions.js";
+import { attempts, deliveryActions, deliveryFacts } from "../delivery_details.js";
 import * as endpointActions from "../endpoint_actions.js";
 import { filters } from "../listing.js";
 import { live } from "../live.js";
 import { searchForm } from "../event_actions.js";
-import { stuckAction } from "../stuck_lane.js";
-import { badge, button, code, definitionList, row, table, when } from "../components.js";
+import { badge, button, code, definitionList, when } from "../components.js";
 import { link } from "../router.js";
 import { count, duration, expiry, payloadSize, plural, sentence, time } from "../format.js";
-
-const ATTEMPTS = ["#Attempt", "When", "Duration", "Outcome", "Response", "Relay"];
-
-const LETTER_FIXED = ["removed", "erased"];
-
-function deliveryActions(each, event) {
-  const { dead_letter: letter, lane_state: lane } = each;
-  const isStuck = lane && lane.head.attempts && lane.head.sequence === each.sequence && !lane.blocked_since;
-  return h("div", { class: "actions" },
-    letter?.state === "dead" && !LETTER_FIXED.includes(letter.reason) && button("Replay", () => replayOne(letter.id), { kind: "main" }),
-    letter?.state === "dead" && button("Discard", () => discardOne(letter.id)),
-    isStuck && stuckAction(each.endpoint, { name: each.lane, ...lane.head }),
-    h("a", { class: "button", href: link("preview", [each.endpoint], { event: event.event_id }) }, "Preview and cURL"));
-}
 
 function delivery(each, event) {
   return h("details", { open: each.state !== "delivered" && each.attempts.length > 0, "data-key": `${each.lane}/${each.sequence}` },
     h("summary", null, badge(each.state), " ", h("b", null, each.endpoint), ` sequence ${count(each.sequence)} of lane ${each.lane}`,
       each.replay_of ? h("small", null, " replay") : null, h("small", null, ` ${plural(each.attempts.length, "attempt")}`)),
-    deliveryActions(each, event),
-    definitionList([["X-Delivery", h("code", null, each.delivery_id)],
-      ["Endpoint", h("a", { href: link("endpoint", [each.endpoint]) }, each.endpoint)],
-      each.dead_letter && ["Dead letter", h("a", { href: link("dead-letter", [String(each.dead_letter.id)]) }, `${each.dead_letter.id}, ${each.dead_letter.reason}`)]]),
-    table(ATTEMPTS, each.attempts.map((attempt) => row([
-      String(attempt.attempt), time(attempt.started_at), duration(attempt.elapsed_ms / 1000), badge(attempt.outcome),
-      h("details", null, h("summary", null, `${attempt.status ?? ""} ${attempt.error ?? ""}`.trim() || "–"), attempt.response && code(attempt.response)),
-      String(attempt.replica_id ?? "")], ATTEMPTS)), "No attempts yet."));
+    deliveryActions(each, event), deliveryFacts(each), attempts(each));
 }
 
 // Buttons for what resolves a cause.
 const ACTIONS = {
   skip: ({ endpoint, lane, sequence }) => button(`Skip sequence ${sequence}`, () => endpointActions.skip(endpoint, { name: lane, sequence }), { title: "Dead-letter this delivery, so that the lane continues" }),
+  pause: ({ endpoint }) => button(`Pause ${endpoint}`, () => endpointActions.pause(endpoint), { title: "Hold its deliveries until its receiver works" }),
   refill: ({ endpoint }) => button("Refill", () => endpointActions.refill(endpoint)),
   adopt: ({ endpoint }) => button("Adopt", () => endpointActions.adopt(endpoint), { title: "Go on with the stream as it is" }),
   replay: ({ dead_letter: id }) => button(`Replay dead letter ${id}`, () => replayOne(id)),

@@ -1,0 +1,45 @@
+// One field for several filters: each is a chip before the text that is typed.
+
+import { h } from "./dom.js";
+
+const TOKEN = /([a-z]+):("[^"]*"|\S+)|\S+/gi;
+const UUID = /^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$/i;
+
+// The filters that a text names, `status:5xx failed order-7`; a word without a name is an id or a key.
+export function parseFilters(text, names, flags) {
+  const values = {};
+  for (const [word, name, value] of text.matchAll(TOKEN)) {
+    if (name && names.includes(name.toLowerCase())) values[name.toLowerCase()] = value.replace(/^"|"$/g, "");
+    else if (flags.includes(word.toLowerCase())) values[word.toLowerCase()] = "true";
+    else values[UUID.test(word) ? "event" : "key"] = word;
+  }
+  return values;
+}
+
+// `values` are the filters that are set; `onChange` puts others into the URL. `examples` are offered while typing.
+export function searchField(names, flags, values, examples, onChange) {
+  const without = (name) => Object.fromEntries(Object.entries(values).filter(([each]) => each !== name));
+  const set = [...names, ...flags].filter((name) => values[name]);
+  const text = (name) => (flags.includes(name) ? name : `${name}:${values[name]}`);
+  const input = h("input", {
+    name: "filters", list: "filter-examples", autocomplete: "off", spellcheck: "false", "aria-label": "Filters",
+    placeholder: set.length ? "" : "status:5xx, failed, order-7, since:2h …",
+    onkeydown: (event) => {
+      // The last chip can be edited again.
+      if (event.key !== "Backspace" || input.value || !set.length) return;
+      event.preventDefault();
+      onChange(without(set.at(-1)));
+    },
+  });
+  return h("form", {
+    class: "search find", role: "search",
+    onsubmit: (event) => {
+      event.preventDefault();
+      if (input.value.trim()) onChange({ ...values, ...parseFilters(input.value, names, flags) });
+    },
+  }, h("div", { class: "searched" },
+    set.map((name) => h("button", { type: "button", class: "chip", "aria-label": `Remove the filter ${text(name)}`, onclick: () => onChange(without(name)) },
+      `${text(name)} `, h("span", { "aria-hidden": "true" }, "×"))), input),
+  h("datalist", { id: "filter-examples" }, examples.map((each) => h("option", { value: each }))),
+  h("button", { type: "submit", class: "main" }, "Search"));
+}
