@@ -58,18 +58,25 @@ SELECT s.endpoint_id, s.generation, s.slot, s.acked_seq + 1 AS sequence,
 """  # noqa: S608 (constants only)
 
 
-# The rate is that of the last one or two intervals of the history.
+RATE_S, RATE_RUNS_MAX = 30, 50
+"""The present rate of a lane is that of its newest runs, as far as they are not older."""
+
 READ_AHEAD = f"""
-SELECT p.deliveries, p.lanes, p.deliveries / nullif(h.per_s, 0) AS seconds
+SELECT p.deliveries, p.lanes, p.deliveries / nullif(r.per_s, 0) AS seconds
   FROM (SELECT coalesce(sum(s.last_seq - s.acked_seq), 0)::bigint AS deliveries,
                count(*) FILTER (WHERE s.last_seq > s.acked_seq) AS lanes
           FROM ({LANE_STATE} WHERE l.endpoint_id = $1) s) p
  CROSS JOIN (
-       SELECT (sum(successes)
-               / extract(epoch FROM clock_timestamp() - min(began_at)))::float8 AS per_s
-         FROM delivery_history
-        WHERE endpoint_id = $1 AND began_at BETWEEN clock_timestamp() - interval '10 minutes'
-                                                AND clock_timestamp()) h
+       SELECT sum(newest.per_s) AS per_s
+         FROM lane l CROSS JOIN LATERAL (
+              SELECT sum(count) / CASE count(*) WHEN {RATE_RUNS_MAX} THEN greatest(
+                         extract(epoch FROM clock_timestamp() - min(started_at))::float8, 1)
+                         ELSE {RATE_S} END AS per_s
+                FROM (SELECT count, started_at FROM attempt_run
+                       WHERE lane_id = l.id AND outcome = 'd'
+                       ORDER BY batch DESC, seq DESC LIMIT {RATE_RUNS_MAX}) run
+               WHERE started_at > clock_timestamp() - interval '{RATE_S} s') newest
+        WHERE l.endpoint_id = $1) r
 """  # noqa: S608 (constants only)
 
 
@@ -81,7 +88,7 @@ class PendingAhead:
     lanes: int
     """The lanes that have pending deliveries."""
     seconds: float | None
-    """How long they take at the rate of the last minutes; null: nothing was delivered then."""
+    """How long they take at the present rate; null: nothing was delivered lately."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import orjson
 import pytest
@@ -191,7 +190,7 @@ async def test_a_change_of_lanes_is_a_new_generation(
 async def test_a_change_of_lanes_says_what_goes_first(
     database: Database, db: Connection[Any]
 ) -> None:
-    """The rate is that of the endpoint alone, over the time that its history covers."""
+    """The rate is that of the endpoint's own lanes, in the last half of a minute."""
     made = await add_endpoint(database, lanes=3)
     await db.execute(
         "UPDATE lane_counter c SET last_seq = 40 + l.slot FROM lane l"
@@ -201,20 +200,25 @@ async def test_a_change_of_lanes_says_what_goes_first(
         "UPDATE lane_progress SET acked_seq = 10 WHERE lane_id IN (SELECT id FROM lane)"
     )
     await db.execute("UPDATE lane_counter SET last_seq = 10 WHERE last_seq = 0")
-    history = (
-        "INSERT INTO delivery_history (endpoint_id, slot, began_at, successes, failures, latencies)"
-        " SELECT $1, $2::int, clock_timestamp() - make_interval(mins => $2), $3, 0,"
-        " array_fill(0, '{13}')"
+    runs = (
+        "INSERT INTO attempt_run (lane_id, batch, seq, replica_id, started_at, attempt, count,"
+        "                         elapsed_ms, status, outcome)"
+        " SELECT $1, 1000 - n, 1, 1, clock_timestamp() - $2::float8 * n * interval '1 s', 1,"
+        "        10, 1, 200, 'd' FROM generate_series($3::integer, $4) n"
     )
     unknown = (await update(db, lanes=4)).ahead
     assert unknown is not None
     assert (unknown.deliveries, unknown.lanes, unknown.seconds) == (61, 2, None)
-    await db.execute(history, made.id, 5, 300)
-    await db.execute(history, made.id, 20, 10_000)
-    await db.execute(history, uuid4(), 5, 10_000)
+    of_shop = await db.fetch("SELECT id FROM lane WHERE endpoint_id = $1 ORDER BY id", made.id)
+    other = await add_endpoint(database, "other")
+    of_other = await db.fetchval("SELECT id FROM lane WHERE endpoint_id = $1", other.id)
+    # 25 runs of ten in 25 seconds, and older ones; more than are looked at, in 6 seconds.
+    await db.execute(runs, of_shop[0]["id"], 1.0, 1, 40)
+    await db.execute(runs, of_shop[1]["id"], 0.1, 1, 60)
+    await db.execute(runs, of_other, 0.1, 1, 60)
     known = (await update(db, lanes=5)).ahead
     assert known is not None
-    assert known.seconds == pytest.approx(61, rel=0.2)
+    assert known.seconds == pytest.approx(61 / (29 * 10 / 30 + 500 / 5), rel=0.2)
     assert (await update(db, lanes=5)).ahead is None
 
 

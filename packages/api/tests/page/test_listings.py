@@ -10,7 +10,9 @@ from playwright.async_api import expect
 
 from outbox.operations.endpoints import states as endpoint_states
 from packages.api.tests.page.shop import shop
-from tests.support.relay import publish
+from tests.support.api import make_token, serving
+from tests.support.browser import visiting
+from tests.support.relay import add_endpoint, publish
 
 if TYPE_CHECKING:
     from playwright.async_api import Route
@@ -68,3 +70,26 @@ async def test_a_refresh_in_flight_does_not_undo_load_more(database: Database) -
         async with page.expect_request("**/v1/me"):
             released.set()
         await expect(rows).to_have_count(64)
+
+
+HEIGHTS = "() => [...document.querySelectorAll('tbody tr')].map((each) => each.offsetHeight)"
+
+
+async def test_endpoints_are_in_natural_order_and_a_row_has_one_line(database: Database) -> None:
+    path = "a-very-long-path/" * 20
+    for n in (10, 9, 1):
+        await add_endpoint(database, f"to-{n}", url=f"https://receiver.test/{path}{n}")
+    await add_endpoint(database, "a " * 60 + "name", types=[f"type-{n}.*" for n in range(30)])
+    secret = await make_token(database)
+    async with serving(database) as api, visiting(api.url) as visitor:
+        await visitor.sign_in(secret)
+        await visitor.open("endpoints")
+        names = visitor.page.locator("tbody tr td:nth-child(2)")
+        await expect(names).to_have_count(4)
+        assert [each.strip() for each in await names.all_text_contents()][1:] == [
+            "to-1",
+            "to-9",
+            "to-10",
+        ]
+        heights = await visitor.page.evaluate(HEIGHTS)
+        assert max(heights) < 50, heights

@@ -25,7 +25,13 @@ function rank(each) {
   return place < 0 ? SEVERITY.length : place;
 }
 
-const bySeverity = (a, b) => rank(a) - rank(b) || b.pending - a.pending || (a.name < b.name ? -1 : 1);
+// shop-9 comes before shop-10.
+const { compare } = new Intl.Collator("en", { numeric: true });
+
+const bySeverity = (a, b) => rank(a) - rank(b) || b.pending - a.pending || compare(a.name, b.name);
+
+// A row has one line, whatever the text is.
+const line = (text, more = "") => h("span", { class: `cut ${more}`.trim(), title: text }, text);
 
 // The histories of the endpoints that match a filter, up to a name.
 async function readHistories(filter, last, signal) {
@@ -66,15 +72,15 @@ export function view(place, _, values) {
     drawActions();
     return table(heads, [...items].sort(bySeverity).map((each) => row([
       ...(mayOperate ? [rowBox(selected, each.name, `Select ${each.name}`, shown, list.repaint)] : []),
-      h("a", { href: link("endpoint", [each.name]) }, each.name),
+      h("a", { href: link("endpoint", [each.name]) }, line(each.name)),
       condition(each, each.lanes, each.state_comment),
       ...pastDay(histories.get(each.name)),
       count(each.pending),
       each.dead_letters ? h("a", { href: link("dead-letters", [], { endpoint: each.name }) }, count(each.dead_letters)) : "0",
       count(each.lanes),
-      each.types.join(", "),
+      line(each.types.join(", ")),
       each.all_tenants ? "all" : each.tenant ?? "–",
-      h("span", { class: "url" }, each.url),
+      line(each.url, "url"),
     ], heads, each.name)), filtered ? "No endpoints match the filter." : "No endpoints yet.");
   });
 
