@@ -62,6 +62,7 @@ def run_its_tests(python: Path | str, directory: Path, **env: str) -> None:
     assert "xfailed" not in ended.stdout
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.system
 def test_the_example_passes_the_suite(tmp_path: Path) -> None:

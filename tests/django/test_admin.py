@@ -321,6 +321,7 @@ def lookups_of(model: Any, path: str) -> Iterator[str]:
             yield from (f"{path}__{name}__{each}" for each in lookup.get_lookups())
 
 
+@pytest.mark.full
 async def test_no_hidden_column_can_be_read_bit_by_bit(database: Database) -> None:
     """By a condition, an order, a search or a list for a form."""
     await add_hidden_rows(database)

@@ -206,6 +206,7 @@ async def test_the_api_ends_with_a_killed_relay_and_frees_its_addresses(
         await installed.until_served()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells it of its parent's end")
 async def test_a_frozen_api_ends_with_a_killed_relay(database: Database, tmp_path: Path) -> None:
     async with delivering(database, tmp_path) as (installed, _):
@@ -260,6 +261,7 @@ async def test_settings_reach_the_api_unseen(empty_database: Database, tmp_path:
         assert await installed.relay.end() == 0
 
 
+@pytest.mark.full
 async def test_the_api_connects_as_the_file_says_when_it_is_refused(
     database: Database, tmp_path: Path
 ) -> None:
@@ -282,6 +284,7 @@ async def test_the_api_connects_as_the_file_says_when_it_is_refused(
             assert installed.children() == [child]
 
 
+@pytest.mark.full
 async def test_an_api_of_another_version_is_refused_and_deliveries_go_on(
     database: Database, tmp_path: Path
 ) -> None:

@@ -187,6 +187,7 @@ async def test_a_write_without_a_confirmation_is_not_repeated(server: Server) ->
     await run_concurrently(server, cases, mute)
 
 
+@pytest.mark.full
 async def test_a_connection_of_maintenance_that_hangs_while_it_is_opened_again(
     database: Database, logs: list[Any]
 ) -> None:

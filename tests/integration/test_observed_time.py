@@ -384,6 +384,7 @@ async def test_time_in_which_a_relay_lacks_resources_ends_nothing(
         await until(lambda: fetchval(database, disabled), what="the endpoint to be disabled")
 
 
+@pytest.mark.full
 async def test_a_lack_of_own_resources_ends_nothing_after_responses_of_the_receiver(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,9 @@ async def read_all(db: Connection[Any], **options: Any) -> list[DeliveryRow]:
 # ------------------------------------------------------ a log of any shape
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(each, marks=pytest.mark.full) for each in range(1, 4))]
+)
 async def test_any_filter_finds_what_it_names_in_pages_of_any_size(
     database: Database,
     db: Connection[Any],

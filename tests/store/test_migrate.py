@@ -569,7 +569,7 @@ async def test_a_waiting_migration_does_not_block_producers(
 async def test_a_migration_without_its_lock_names_the_holder(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock_attempts, "RETRY_FOR_S", 3.0)
+    monkeypatch.setattr(lock_attempts, "RETRY_FOR_S", 1.0)
     _with_more(monkeypatch, "CREATE TABLE later (); ALTER TABLE outbox ADD COLUMN later int;")
     connection, holder = await opened(database), await opened(database)
     await holder.execute(f"SET application_name = 'billing'; BEGIN; {PUBLISH}")
@@ -578,7 +578,7 @@ async def test_a_migration_without_its_lock_names_the_holder(
     with pytest.raises(CannotRun) as caught:
         await migrate(connection, "relay", open_observer=database.connection)
     assert re.fullmatch(
-        rf"{LAST + 1:04}_later was not applied: after 3 s pid {pid} "
+        rf"{LAST + 1:04}_later was not applied: after 1 s pid {pid} "
         r'\(application "billing", role postgres, in a transaction since [-0-9]+ [:0-9]+ UTC\) '
         r"still holds a lock that it needs; wait for its end, or end it: "
         rf"SELECT pg_terminate_backend\({pid}\)",

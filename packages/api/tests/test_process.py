@@ -77,6 +77,7 @@ async def test_several_serve_one_database_without_a_relay(
         assert [await each.process.end() for each in both] == [0, 0]
 
 
+@pytest.mark.full
 async def test_one_without_the_purpose_says_so_until_it_is_granted(
     database: Database, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_the_delivery_that_a_lane_is_stuck_on_is_skipped(database: Database) -> None:
     async with shop(database) as here:

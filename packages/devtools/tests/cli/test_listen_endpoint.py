@@ -75,6 +75,7 @@ async def test_an_endpoint_exists_while_its_receiver_listens(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_the_next_receiver_takes_over_what_kill_9_has_left(
     database: Database, transport: HttpTransport
@@ -101,6 +102,7 @@ async def test_the_next_receiver_takes_over_what_kill_9_has_left(
     assert (last["removal"]["name"], last["removal"]["pending"]) == ("dev", 0)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_a_receiver_is_started_again_with_the_same_options(database: Database) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
