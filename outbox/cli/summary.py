@@ -11,7 +11,7 @@ from outbox.core.delivery.operational_events import STUCK_EVERY
 from outbox.core.model.endpoint_condition import DEGRADED, HEALTHY, describe_condition
 from outbox.core.model.stored_response import describe_attempts, describe_response
 from outbox.core.model.text import count
-from outbox.operations.dead_letters.skip import is_held, skip_helps, stuck_advice
+from outbox.operations.dead_letters.skip import Standing, is_held, stuck_advice
 from outbox.operations.events.future import COUNT_MAX
 
 if TYPE_CHECKING:
@@ -191,12 +191,9 @@ def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
             yield f"sequence {head.sequence} is skipped as soon as a relay delivers to the endpoint"
         elif head.attempts >= STUCK_EVERY or is_held(head.last_response):
             where = endpoint.name, head.lane, head.sequence
-            skippable = skip_helps(
-                head.last_response,
-                health=HEALTHY if health is None else health.state,
-                failing_lanes=endpoint.failing_lanes,
-            )
-            advice = stuck_advice(*where, head.last_response, skippable=skippable)
+            state = HEALTHY if health is None else health.state
+            standing = Standing(endpoint.state, state, endpoint.failing_lanes)
+            advice = stuck_advice(*where, head.last_response, standing)
             if advice is not None:
                 yield advice
     if endpoint.old_lanes:

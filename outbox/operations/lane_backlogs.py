@@ -76,7 +76,8 @@ SELECT p.deliveries, p.lanes, p.deliveries / nullif(r.per_s, 0) AS seconds
                        WHERE lane_id = l.id AND outcome = 'd'
                        ORDER BY batch DESC, seq DESC LIMIT {RATE_RUNS_MAX}) run
                WHERE started_at > clock_timestamp() - interval '{RATE_S} s') newest
-        WHERE l.endpoint_id = $1) r
+        WHERE l.endpoint_id = $1
+          AND l.generation >= (SELECT generation - 1 FROM endpoint WHERE id = $1)) r
 """  # noqa: S608 (constants only)
 
 

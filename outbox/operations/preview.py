@@ -19,6 +19,7 @@ from outbox.core.model.destination import is_stream
 from outbox.core.model.headers import EndpointHeaders, parse_lines
 from outbox.core.model.ids import lane_name
 from outbox.core.model.message_format import MessageFormat
+from outbox.core.model.response import UNREACHABLE_FAILURES
 from outbox.errors import Conflict, NotFound
 from outbox.operations.events import queries as events
 from outbox.operations.lane_history import READ_PREVIOUS
@@ -36,13 +37,19 @@ from outbox.store.retention.erasure import PLAN_BY_INDEX
 from outbox.store.sql.expressions import PAYLOAD_BYTES, epoch_s
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from datetime import datetime
 
     from asyncpg import Connection, Record
 
     from outbox.core.delivery.endpoint import Endpoint
     from outbox.core.model.message_format import FormatName
-    from outbox.operations.trace.model import EventTrace, TraceReport
+    from outbox.operations.trace.model import (
+        EventTrace,
+        TracedAttempt,
+        TracedDelivery,
+        TraceReport,
+    )
     from outbox.store.connection.secrets import Vault
 
 # What a delivery takes from its event.
@@ -72,6 +79,8 @@ SELECT (SELECT jsonb_object_agg(key, value -> 0) FROM jsonb_each(data -> 'change
 """
 
 MASKED = "***"
+REBUILT_MAX = 20
+"""Deliveries of a trace whose requests are rebuilt, the last ones: each takes several reads."""
 _SIGNATURES = {SIGNATURE_HEADER, signed_metadata.SIGNATURE_HEADER}
 """A signature would let its reader send the request."""
 
@@ -175,21 +184,33 @@ async def add_requests(
                 READ_DELIVERIES, outbox_id, await _find_batch(connection, outbox_id), list(ids)
             )
             places = {(row["lane"], row["sequence"]): row for row in rows}
-            deliveries = []
-            for each in trace.deliveries:
+            deliveries: list[TracedDelivery] = []
+            for n, each in enumerate(reversed(trace.deliveries)):
                 row, endpoint = places.get((each.lane, each.sequence)), endpoints[each.endpoint_id]
-                if each.attempts and row is not None and endpoint.problem is None:
-                    last = each.attempts[-1]
-                    endpoint = await _as_of(connection, endpoint, last.started_at)
+                last = _last_sent(each, endpoint)
+                if n < REBUILT_MAX and last and row is not None and endpoint.problem is None:
+                    former = await _former_settings(connection, endpoint, last.started_at)
+                    endpoint = _as_of(endpoint, former)
                     place = await _place(connection, row)
+                    if "lanes" in former:
+                        # It was not known then that the lane would end.
+                        place = replace(place, ends=False)
                     at = last.started_at.timestamp()
                     built = _build(endpoint, event, place, last.attempt, at)
                     built["headers"] = tuple(
                         pair for pair in built["headers"] if pair[0].lower() not in _SIGNATURES
                     )
                     each = replace(each, request=RebuiltRequest(last.attempt, **built))
-                deliveries.append(each)
+                deliveries.insert(0, each)
     return replace(trace, deliveries=tuple(deliveries))
+
+
+def _last_sent(delivery: TracedDelivery, endpoint: Endpoint) -> TracedAttempt | None:
+    """The last attempt, if a request was sent; a broker's may have failed before anything was."""
+    last = delivery.attempts[-1] if delivery.attempts else None
+    if last is None or (is_stream(endpoint.url) and last.outcome != "delivered"):
+        return None
+    return None if (last.response or {}).get("failure") in UNREACHABLE_FAILURES else last
 
 
 async def trace_with_requests(
@@ -205,11 +226,18 @@ async def trace_with_requests(
     return replace(report, events=events)
 
 
-async def _as_of(connection: Connection[Any], endpoint: Endpoint, at: datetime) -> Endpoint:
-    """The endpoint with the settings of a time that say how a request looks."""
+async def _former_settings(
+    connection: Connection[Any], endpoint: Endpoint, at: datetime
+) -> dict[str, str]:
+    """The settings that were changed since, as they were."""
     former: dict[str, str] = {}
     for row in await connection.fetch(READ_FORMER_SETTINGS, endpoint.id, at):
         former |= parse_json(row["former"]) or {}
+    return former
+
+
+def _as_of(endpoint: Endpoint, former: Mapping[str, str]) -> Endpoint:
+    """The endpoint with former settings that say how a request looks."""
     own = endpoint.headers.own
     if (names := former.get("headers")) is not None:
         own = () if names == "none" else tuple((each, MASKED) for each in names.split())

@@ -254,4 +254,7 @@ def test_nothing_ends_before_an_owner_has_tried_for_a_while() -> None:
     # A delivery of one attempt is not tried five times.
     once = RetryPolicy(base_s=0.0, attempts_max=1)
     assert _grace(1).is_over(once, limit_s, 100.0)
+    # Without probes, an owner may get no second response for hours.
+    assert _grace(1).is_over(policy, limit_s, 700.0, probes=False)
+    assert not _grace(0).is_over(policy, limit_s, 700.0, probes=False)
     assert not _grace(0).is_over(once, limit_s, 100.0)

@@ -33,11 +33,11 @@ REFUSED_CONNECTION = AttemptResult.failed(Failure.CONNECT, "connection refused",
 TAKES_S = 0.02
 
 
-def own_lane(number: int, *, probes: bool = True) -> Lane:
-    """A lane with one delivery."""
-    lane = Lane(LaneSnapshot(number, 1, Progress()), sent_through_batch=0)
+def own_lane(number: int, *, probes: bool = True, deliveries: int = 1) -> Lane:
+    """A lane with its deliveries in memory."""
+    lane = Lane(LaneSnapshot(number, deliveries, Progress()), sent_through_batch=0)
     lane.next(NOW)
-    lane.append_fetched([delivery(1)])
+    lane.append_fetched([delivery(seq) for seq in range(1, deliveries + 1)])
     lane.probes = probes
     return lane
 
@@ -102,7 +102,8 @@ def run(
             found.rows.append(record.attempt)
             wakes[lane_id] = now
             if breaker.state is not before:
-                if breaker.state not in (BreakerState.FAILING, BreakerState.REJECTING):
+                is_probed = breaker.state in (BreakerState.FAILING, BreakerState.REJECTING)
+                if not is_probed and command.attempt > 1:
                     for each in lanes:
                         each.probe_now()
                 wakes |= {each.id: now for each in lanes if each.has_work}
@@ -173,6 +174,29 @@ def test_a_poisonous_lane_does_not_hold_the_probe_of_another_one() -> None:
         )
         assert lanes[1].acked_seq == 1
         assert found.breaker.state is not BreakerState.FAILING or len(found.requests[2]) <= 12
+
+
+@pytest.mark.parametrize("poisonous", [2, 5, 8])
+def test_poisonous_lanes_beside_a_good_one_are_not_hammered_and_do_not_slow_it(
+    poisonous: int,
+) -> None:
+    """Each success of the good one ends the failure of the endpoint, until they fail again."""
+    for seed in range(5):
+        good = own_lane(0, deliveries=2000)
+        bad = [own_lane(n) for n in range(1, poisonous + 1)]
+        found = run([good, *bad], lambda lane, _: RAISED if lane else OK, 120.0, Random(seed))
+        assert max(len(found.requests[lane.id]) for lane in bad) <= 12
+        assert good.acked_seq == 2000
+
+
+def test_a_resume_without_probes_is_an_attempt_at_once() -> None:
+    lane = own_lane(1, probes=False)
+    lane.confirm_recorded(attempt(lane, RAISED)[1])
+    assert isinstance(lane.next(NOW, Gate.PROBE), Wait)
+    lane.retry_now(NOW)
+    send, record = attempt(lane, OK, gate=Gate.PROBE)
+    assert send.attempt == 2
+    assert record.attempt is not None
 
 
 def test_without_probes_only_its_own_attempts_are_sent() -> None:

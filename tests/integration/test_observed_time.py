@@ -298,7 +298,7 @@ async def test_a_paused_endpoint_ends_by_observed_time_alone(database: Database)
 async def test_without_a_grace_period_an_owner_ends_what_it_has_not_tried(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GracePeriod, "is_over", lambda *_: True)
+    monkeypatch.setattr(GracePeriod, "is_over", lambda *_, **__: True)
     assert await _ends_untried(database)
 
 

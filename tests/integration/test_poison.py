@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,27 @@ async def test_probes_differ_from_attempts_and_can_be_turned_off(database: Datab
             what="both to be found well by a probe",
         )
         await until(lambda: len(network.accepted) >= 48)
+
+
+async def test_a_success_beside_poisonous_lanes_does_not_send_them_again(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five failures of theirs make the endpoint fail again, and each success recovers it."""
+    monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MIN_S", 0.02)
+    await add_endpoint(database, lanes=8, retry=PATIENT)
+    keys: dict[int, str] = {}
+    for n in range(100):
+        slot = "SELECT ((hashtextextended($1, 0) & 9223372036854775807) % 8)::integer"
+        keys.setdefault(await fetchval(database, slot, f"key-{n}"), f"key-{n}")
+    network = Network(lambda sent: RAISED if sent.body["data"] == "bad" else OK)
+    async with running(database, network):
+        for slot_number in range(7):
+            await publish(database, "bad", key=keys[slot_number])
+        await until(lambda: len({each.lane for each in network.sent}) == 7)
+        await publish(database, *range(300), key=keys[7])
+        await until(lambda: len(network.accepted) == 300, what="the good lane to go on")
+    requests = Counter(each.delivery for each in network.sent if each.body["data"] == "bad")
+    assert max(requests.values()) <= 6, requests
 
 
 BODY = b'{"ok": true}'

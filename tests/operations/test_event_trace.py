@@ -288,7 +288,31 @@ HEAD = STANDING.head
             [
                 f"waits: its endpoint has been failing for 2d; {NO_PROBING_TEXT}",
                 "failed after 5 attempts, the last: it responded with 500; to skip it: "
-                "outbox dead skip 'bill ing' --lane l-1-0 --sequence 5",
+                "outbox dead skip 'bill ing' --lane l-1-0 --sequence 5; or, if its receiver fails "
+                "at others as well, to hold them: outbox endpoint pause 'bill ing'",
+            ],
+        ),
+        (
+            {
+                "health": "rejecting",
+                "head": replace(HEAD, attempts=10, last_response={"status": 404}),
+            },
+            [
+                f"waits: its endpoint has been rejecting for 2d; {PROBING_TEXT}",
+                "failed after 10 attempts, the last: it responded with 404; to hold its "
+                "deliveries until its receiver works: outbox endpoint pause 'bill ing'",
+            ],
+        ),
+        (
+            {
+                "state": "paused",
+                "health": "failing",
+                "head": replace(HEAD, attempts=10, last_response={"status": 503}),
+            },
+            [
+                "waits: its endpoint has been paused for 2d; outbox endpoint resume 'bill ing'",
+                "waits: its endpoint has been failing for 2d",
+                "failed after 10 attempts, the last: it responded with 503",
             ],
         ),
         (

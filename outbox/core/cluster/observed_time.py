@@ -135,14 +135,18 @@ class GracePeriod:
         self.responses = 0
         """Completed attempts and probes that did not fail by a fault of the relay."""
 
-    def is_over(self, policy: RetryPolicy, limit_s: float, observed_s: float) -> bool:
+    def is_over(
+        self, policy: RetryPolicy, limit_s: float, observed_s: float, *, probes: bool = True
+    ) -> bool:
         """Whether something may end.
 
         Args:
+            probes: whether the endpoint is probed.  Otherwise its attempts may be hours apart, and
+                one response is enough.
             limit_s: the time after which it ends; the grace period is not longer.
             observed_s: the odometer's reading.
         """
-        if self.responses < min(GRACE_RESPONSES, policy.attempts_max):
+        if self.responses < min(GRACE_RESPONSES if probes else 1, policy.attempts_max):
             return False
         period_s = min(policy.longest_delay_s, GRACE_PERIOD_S_MAX, limit_s)
         return observed_s - self._began_s >= period_s

@@ -96,7 +96,8 @@ class LaneOutcomes(OwnedLane):
             row = self._fail(first, "refused", response, started_at)
             return self._dead_letter(first, "refused", row, blocks=blocks)
         row = self._fail(first, "retry", response, started_at)
-        retry.delay_probe(now, u, by_application=is_application_failure(response.status))
+        if not preempted:
+            retry.delay_probe(now, u, by_application=is_application_failure(response.status))
         if self.stream is not None:
             self._postpone(policy, now, u)
             return self._record_retry(first, row)

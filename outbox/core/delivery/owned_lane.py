@@ -283,10 +283,11 @@ class OwnedLane:
     def retry_now(self, now: float) -> None:
         """Try again at once, because a person may have acted.
 
-        The next attempt of a delivery keeps its time, but for brokers and held lanes.
+        The next attempt of a delivery keeps its time where a probe is sent before it.
         """
         self.probe_now()
-        if (self.stream is not None or self._retry.is_missing) and not self._retry.is_due(now):
+        is_probed = self.probes and self.stream is None and not self._retry.is_missing
+        if not is_probed and not self._retry.is_due(now):
             self._retry.postpone(now)
 
     def probe_now(self) -> None:

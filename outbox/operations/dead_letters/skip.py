@@ -12,7 +12,7 @@ import asyncio
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from outbox.core.brokers.results import BROKER_FAILURES
 from outbox.core.delivery.circuit_breaker import BreakerState
@@ -88,19 +88,31 @@ def is_held(last_response: Mapping[str, Any] | None) -> bool:
     return (last_response or {}).get("failure") in HOLD_FAILURES
 
 
-def skip_helps(last_response: Mapping[str, Any] | None, *, health: str, failing_lanes: int) -> bool:
-    """Whether a failing delivery is probably at fault, and not its receiver: that responds to
-    others, or its application fails at this one alone.
+class Standing(NamedTuple):
+    """How the endpoint of a failing delivery stands."""
+
+    state: str
+    """Its operational state."""
+    health: str
+    """The state of its circuit breaker."""
+    failing_lanes: int
+
+
+def skip_helps(last_response: Mapping[str, Any] | None, endpoint: Standing) -> bool:
+    """Whether a failing delivery may be at fault, and not its receiver: that responds to others,
+    or its application fails, and as far as is known at this one alone.
 
     Args:
         last_response: the last response in its stored form.
-        health: the state of the endpoint's circuit breaker.
-        failing_lanes: the failing lanes of its endpoint.
     """
     last = last_response or {}
-    if health == BreakerState.HEALTHY:
+    if endpoint.health == BreakerState.HEALTHY:
         return last.get("failure") not in UNREACHABLE_FAILURES
-    return failing_lanes <= 1 and is_application_failure(last.get("status"))
+    return (
+        endpoint.health != BreakerState.REJECTING
+        and endpoint.failing_lanes <= 1
+        and is_application_failure(last.get("status"))
+    )
 
 
 def stuck_advice(
@@ -108,14 +120,13 @@ def stuck_advice(
     lane: str,
     sequence: int,
     last_response: Mapping[str, Any] | None,
-    *,
-    skippable: bool,
+    standing: Standing,
 ) -> str | None:
-    """How to go on with a delivery that fails again and again; None: its broker is at fault.
+    """How to go on with a delivery that fails again and again; None: nothing can be done here,
+    because its broker is at fault, or the endpoint is paused already.
 
     Args:
         last_response: the last response in its stored form.
-        skippable: whether to skip it, see `skip_helps`.
     """
     failure = (last_response or {}).get("failure")
     name = shlex.quote(endpoint)
@@ -134,9 +145,13 @@ def stuck_advice(
             f"{skip_command(endpoint, lane, sequence)}; or, for all: "
             f"outbox endpoint update {name} --on-missing dead_letter"
         )
-    if skippable:
-        return f"to skip it: {skip_command(endpoint, lane, sequence)}"
-    return f"to hold its deliveries until its receiver works: outbox endpoint pause {name}"
+    pause = f"outbox endpoint pause {name}" if standing.state == "active" else None
+    if skip_helps(last_response, standing):
+        skip = f"to skip it: {skip_command(endpoint, lane, sequence)}"
+        if standing.health == BreakerState.HEALTHY or pause is None:
+            return skip
+        return f"{skip}; or, if its receiver fails at others as well, to hold them: {pause}"
+    return pause and f"to hold its deliveries until its receiver works: {pause}"
 
 
 class LaneMoved(Conflict):

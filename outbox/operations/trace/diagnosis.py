@@ -17,7 +17,7 @@ from outbox.core.model.response import STREAM_HOLD_FAILURES, Failure
 from outbox.core.model.response_policy import is_application_failure
 from outbox.core.model.stored_response import describe_attempts, describe_response
 from outbox.core.model.text import count
-from outbox.operations.dead_letters.skip import is_held, skip_helps, stuck_advice
+from outbox.operations.dead_letters.skip import Standing, is_held, skip_helps, stuck_advice
 from outbox.operations.trace.model import TraceAction, TraceCause
 
 if TYPE_CHECKING:
@@ -257,13 +257,13 @@ def _explain_failure(delivery: TracedDelivery, lane: PendingLaneState, now: date
         or is_held(last)
     ):
         where = delivery.endpoint, delivery.lane, head.sequence
-        skippable = skip_helps(last, health=lane.health, failing_lanes=lane.failing_lanes)
-        if (advice := stuck_advice(*where, last, skippable=skippable)) is not None:
+        standing = Standing(lane.state, lane.health, lane.failing_lanes)
+        if (advice := stuck_advice(*where, last, standing)) is not None:
             actions = [TraceAction("adopt", delivery.endpoint)]
             if last.get("failure") == Failure.FORGOT:
                 actions.insert(0, TraceAction("refill", delivery.endpoint))
             elif last.get("failure") not in STREAM_HOLD_FAILURES:
-                skips = skippable or last.get("failure") == Failure.MISSING
+                skips = skip_helps(last, standing) or last.get("failure") == Failure.MISSING
                 pause = TraceAction("pause", delivery.endpoint)
                 actions = [TraceAction("skip", *where) if skips else pause]
             return _finding(text, f"; {advice}", *actions)

@@ -86,7 +86,8 @@ class BreakerFollowUp:
         for lane in runtime.lanes.values():
             if breaker.state in PROBED_STATES:
                 lane.state.reset_batch_size()
-            else:
+            elif attempt.send.attempt > 1:
+                # What has failed before succeeds now, so others may as well.
                 lane.state.probe_now()
         self.mark_changed(runtime)
         self.requeue(runtime)

@@ -290,7 +290,9 @@ class EndpointRuntime:
         return self.odometer.between(first_attempt_at, started_at)
 
     def _has_tried(self, limit_s: float) -> bool:
-        return self.grace.is_over(self.endpoint.retry, limit_s, self.odometer.observed_s)
+        return self.grace.is_over(
+            self.endpoint.retry, limit_s, self.odometer.observed_s, probes=self.endpoint.probes
+        )
 
     def _configure(self, endpoint: Endpoint, on_unsolicited: Callable[[], object] | None) -> None:
         """Derive from the settings what each delivery needs."""

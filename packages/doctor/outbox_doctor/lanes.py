@@ -12,7 +12,7 @@ from outbox.core.model.response import HOLD_FAILURES
 from outbox.core.model.stored_response import describe_attempts
 from outbox.core.model.text import count
 from outbox.operations import lanes
-from outbox.operations.dead_letters.skip import skip_helps, stuck_advice
+from outbox.operations.dead_letters.skip import Standing, stuck_advice
 from outbox.operations.rows import parse_json
 from outbox.store.sql.expressions import is_held
 from outbox_doctor.check import (
@@ -63,7 +63,7 @@ FAILING = f"""
 SELECT l.endpoint_id, e.name, l.generation, l.slot, l.retry_seq, l.attempts, l.spent,
        extract(epoch FROM clock_timestamp() - l.first_attempt_at)::float8 AS since_s,
        l.last_response, coalesce(h.state, 'healthy') AS health,
-       {lanes.FAILING_LANES} AS failing_lanes
+       count(*) OVER (PARTITION BY l.endpoint_id) AS failing_lanes
   FROM ({lanes.LANE_STATE}) l
   JOIN endpoint e ON e.id = l.endpoint_id AND e.state = 'active'
   LEFT JOIN endpoint_health h ON h.endpoint_id = e.id
@@ -90,8 +90,8 @@ def failing(row: Any) -> CheckResult:
         f"{_lane(row)} has been failing at sequence {row['retry_seq']} for "
         f"{rounded(row['since_s'])}: {tried}, {last}"
     )
-    skippable = skip_helps(response, health=row["health"], failing_lanes=row["failing_lanes"])
-    advice = stuck_advice(row["name"], lane, row["retry_seq"], response, skippable=skippable)
+    standing = Standing("active", row["health"], row["failing_lanes"])
+    advice = stuck_advice(row["name"], lane, row["retry_seq"], response, standing)
     if response.get("failure") in HOLD_FAILURES:
         return problem(f"{what}: {response.get('detail')}", advice or "see outbox status")
     if response.get("failure") in BROKER_FAILURES:

@@ -53,7 +53,7 @@ function failingItem(each) {
     failing.event && h("a", { href: link("trace", [failing.event]) }, "Trace the event")],
   action: [retryAction(each.name),
     failing.skip_requested ? null : stuckAction(each.name, { name: failing.lane, sequence: failing.sequence, last_response: failing.last_response },
-      { health: each.health?.state ?? "healthy", failingLanes: each.failing_lanes }) ?? pauseAction(each.name)] };
+      { health: each.health?.state ?? "healthy", failingLanes: each.failing_lanes }) ?? pauseAction(each.name, failing.last_response)] };
 }
 
 // Its backlog grows until it is resumed.

@@ -2,16 +2,19 @@
 
 import { h } from "./dom.js";
 
-const TOKEN = /([a-z]+):("[^"]*"|\S+)|\S+/gi;
+const TOKEN = /([a-z]+):\s*("[^"]*"|\S+)|"[^"]*"|\S+/gi;
 const UUID = /^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$/i;
 
-// The filters that a text names, `status:5xx failed order-7`; a word without a name is an id or a key.
+const unquoted = (text) => text.replace(/^"|"$/g, "");
+
+// The filters that a text names, `status:5xx failed order-7`; words without a name are an id or a key.
 export function parseFilters(text, names, flags) {
   const values = {};
   for (const [word, name, value] of text.matchAll(TOKEN)) {
-    if (name && names.includes(name.toLowerCase())) values[name.toLowerCase()] = value.replace(/^"|"$/g, "");
+    if (name && names.includes(name.toLowerCase())) values[name.toLowerCase()] = unquoted(value);
     else if (flags.includes(word.toLowerCase())) values[word.toLowerCase()] = "true";
-    else values[UUID.test(word) ? "event" : "key"] = word;
+    else if (UUID.test(word)) values.event = word;
+    else values.key = [values.key, unquoted(word)].filter(Boolean).join(" ");
   }
   return values;
 }

@@ -18,14 +18,15 @@ const adopt = (endpoint) => button("Adopt", () => endpointActions.adopt(endpoint
 export const retryAction = (endpoint) => button("Retry now", () => endpointActions.retryNow(endpoint),
   { title: "Reset the circuit breaker and the retry times of the lanes" });
 
-export const pauseAction = (endpoint) => button("Pause", () => endpointActions.pause(endpoint),
-  { title: "Hold its deliveries until its receiver works" });
+// Null: its broker is at fault.
+export const pauseAction = (endpoint, last) => (OF_BROKERS.includes(last?.failure) ? null
+  : button("Pause", () => endpointActions.pause(endpoint), { title: "Hold its deliveries until its receiver works" }));
 
 // Whether the delivery is probably at fault, and not its receiver, as in `dead_letters/skip.py`.
 function skipHelps({ failure, status }, health, failingLanes) {
   if (failure === "missing") return true;
   return health === "healthy" ? !UNREACHABLE.includes(failure)
-    : failingLanes <= 1 && status !== undefined && !UNPROCESSED.includes(status);
+    : health !== "rejecting" && failingLanes <= 1 && status !== undefined && !UNPROCESSED.includes(status);
 }
 
 // `lane` has a name, the sequence that it waits for, its last response, and `behind`: how many

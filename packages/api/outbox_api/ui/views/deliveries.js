@@ -43,7 +43,11 @@ function draw(items, values, opened, open) {
       each.type ?? "–",
       each.key === null ? "–" : h("span", { class: "cut", title: each.key }, each.key),
       each.delivery === null ? "–" : h("a", { class: "id", href: link("deliveries", [], { ...values, show: each.delivery }), title: each.delivery,
-        onclick: (event) => { event.preventDefault(); open(each.delivery); } }, h("code", null, `${each.delivery.slice(0, 8)}…`)),
+        onclick: (event) => {
+          if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+          event.preventDefault();
+          open(each.delivery);
+        } }, h("code", null, `${each.delivery.slice(0, 8)}…`)),
     ].filter((cell) => cell !== false), heads, `${each.lane}/${each.sequence}`);
     if (each.delivery !== null && each.delivery === opened) line.setAttribute("aria-current", "true");
     return line;
@@ -74,10 +78,12 @@ export function view(place, _, { show: shown, ...values }) {
   const { endpoint, ...rest } = values;
   const path = endpoint ? `/v1/endpoints/${name(endpoint)}/deliveries` : "/v1/deliveries";
   const extent = h("p", { class: "hint" });
-  const panel = h("aside", { class: "panel", "aria-label": "Delivery", hidden: true });
+  const panel = h("aside", { class: "panel", "aria-label": "Delivery", tabindex: "-1", hidden: true });
   let opened = null;
   let stopPanel = null;
+  let isLoaded = false;
   const list = pages((after, signal) => get(path, { ...rest, limit: 50, after }, signal), (items, page) => {
+    isLoaded = true;
     show(extent, notes(page, items).join(" "));
     return draw(items, values, opened, open);
   });
@@ -88,7 +94,8 @@ export function view(place, _, { show: shown, ...values }) {
     panel.hidden = delivery === null;
     history.replaceState(null, "", link("deliveries", [], delivery === null ? values : { ...values, show: delivery }));
     stopPanel = delivery === null ? null : openPanel(panel, delivery, close);
-    list.repaint();
+    if (delivery !== null) panel.focus();
+    if (isLoaded) list.repaint();
   }
   function close() {
     const was = opened;

@@ -47,9 +47,9 @@ async function save(endpoint, described, form, before) {
   if (!await confirm(`Change ${endpoint}?`, summary(described, changes, before, detail.settings, detail.endpoint.pending), { yes: "Save" })) return undefined;
   try {
     const updated = await patch(`/v1/endpoints/${name(endpoint)}`, changes);
-    const warnings = [waiting(updated.ahead), ...updated.warnings.map(sentence)].filter(Boolean).join(" ");
+    const notes = [waiting(updated.ahead), ...updated.warnings.map(sentence)].filter(Boolean).join(" ");
     navigate(link("endpoint", [updated.name]), () => notice(
-      `${updated.name} was changed: ${Object.keys(updated.changed).map(labelOf).join(", ") || "nothing"}. ${warnings}`.trim(), warnings ? "bad" : "good"));
+      `${updated.name} was changed: ${Object.keys(updated.changed).map(labelOf).join(", ") || "nothing"}. ${notes}`.trim(), updated.warnings.length ? "bad" : "good"));
   } catch (error) {
     if (!(error instanceof Problem)) throw error;
     form.showProblem(error.message);
