@@ -1,11 +1,7 @@
 -- Relays stop first.
 --
--- What did this endpoint get?  The delivery log, and sending chosen events again: a backfill may name
--- its events.  A relay of an earlier version would send everything between them.
-
--- The delivery log reads a lane's dead letters in its order; ranges are counted.
-CREATE INDEX dead_letter_lane ON dead_letter (lane_id, batch, seq) WHERE outbox_id IS NOT NULL;
-CREATE INDEX dead_letter_ranges ON dead_letter (endpoint_id, batch) WHERE outbox_id IS NULL;
+-- Chosen events are sent to an endpoint again: a backfill may name its events.  A relay of an earlier
+-- version would send everything between them.
 
 ALTER TABLE replay_job ADD COLUMN outbox_ids bigint[];  -- of a backfill: only these events; NULL: all
 
@@ -38,7 +34,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('{operator,api}', 'table', 'quota', 'DELETE', NULL),
         ('{relay}', 'function', 'count_idempotency_keys', 'EXECUTE', NULL),
         ('{relay}', 'function', 'remove_lanes', 'EXECUTE', NULL),
-        ('{operator,api}', 'table', 'replay_job', 'INSERT', '{outbox_ids}'),
+        ('{api}', 'table', 'replay_job', 'INSERT', '{outbox_ids}'),
         ('{api}', 'function', 'publish_shared', 'EXECUTE', NULL)
       ) AS added(purposes, kind, name, privilege, of_columns)
      WHERE purpose = ANY (purposes)
