@@ -189,20 +189,32 @@ async def add_requests(
                 row, endpoint = places.get((each.lane, each.sequence)), endpoints[each.endpoint_id]
                 last = _last_sent(each, endpoint)
                 if n < REBUILT_MAX and last and row is not None and endpoint.problem is None:
-                    former = await _former_settings(connection, endpoint, last.started_at)
-                    endpoint = _as_of(endpoint, former)
-                    place = await _place(connection, row)
-                    if "lanes" in former:
-                        # It was not known then that the lane would end.
-                        place = replace(place, ends=False)
-                    at = last.started_at.timestamp()
-                    built = _build(endpoint, event, place, last.attempt, at)
-                    built["headers"] = tuple(
-                        pair for pair in built["headers"] if pair[0].lower() not in _SIGNATURES
+                    each = replace(
+                        each, request=await _rebuild(connection, endpoint, event, row, last)
                     )
-                    each = replace(each, request=RebuiltRequest(last.attempt, **built))
-                deliveries.insert(0, each)
-    return replace(trace, deliveries=tuple(deliveries))
+                deliveries.append(each)
+    return replace(trace, deliveries=tuple(reversed(deliveries)))
+
+
+async def _rebuild(
+    connection: Connection[Any], endpoint: Endpoint, event: Record, row: Record, sent: TracedAttempt
+) -> RebuiltRequest:
+    """The request of an attempt.
+
+    Args:
+        row: its delivery, of `READ_DELIVERIES`.
+    """
+    former = await _former_settings(connection, endpoint, sent.started_at)
+    place = await _place(connection, row)
+    if "lanes" in former:
+        # It was not known then that the lane would end.
+        place = replace(place, ends=False)
+    at = sent.started_at.timestamp()
+    built = _build(_as_of(endpoint, former), event, place, sent.attempt, at)
+    built["headers"] = tuple(
+        pair for pair in built["headers"] if pair[0].lower() not in _SIGNATURES
+    )
+    return RebuiltRequest(sent.attempt, **built)
 
 
 def _last_sent(delivery: TracedDelivery, endpoint: Endpoint) -> TracedAttempt | None:

@@ -28,9 +28,9 @@ BUSY = AttemptResult.completed(503, 0.1, headers=(("Retry-After", "7"),))
 NO = AttemptResult.completed(400, 0.1)
 
 
-def lane_with(*deliveries: Delivery | ErasedEvent) -> Lane:
+def lane_with(*deliveries: Delivery | ErasedEvent, lane_id: int = 7) -> Lane:
     """Return a new lane with these deliveries in its buffer."""
-    lane = Lane(LaneSnapshot(7, len(deliveries), Progress()), sent_through_batch=0)
+    lane = Lane(LaneSnapshot(lane_id, len(deliveries), Progress()), sent_through_batch=0)
     assert lane.next(NOW) == Fetch(0, 0)
     lane.append_fetched(deliveries)
     return lane

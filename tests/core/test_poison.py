@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState, CircuitBreaker
-from outbox.core.delivery.commands import Gate, LaneSnapshot, Progress, Send, Wait
-from outbox.core.delivery.lane import Lane
+from outbox.core.delivery.commands import Gate, Send, Wait
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.core.model.response_policy import classify
 from outbox.core.model.retry_policy import STANDARD
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from outbox.core.delivery.commands import AttemptRow
+    from outbox.core.delivery.lane import Lane
 
 OK, RAISED, MISSING = (AttemptResult.completed(status, 0.02) for status in (200, 500, 404))
 DOWN = AttemptResult.completed(503, 0.02)
@@ -35,9 +35,7 @@ TAKES_S = 0.02
 
 def own_lane(number: int, *, probes: bool = True, deliveries: int = 1) -> Lane:
     """A lane with its deliveries in memory."""
-    lane = Lane(LaneSnapshot(number, deliveries, Progress()), sent_through_batch=0)
-    lane.next(NOW)
-    lane.append_fetched([delivery(seq) for seq in range(1, deliveries + 1)])
+    lane = lane_with(*map(delivery, range(1, deliveries + 1)), lane_id=number)
     lane.probes = probes
     return lane
 

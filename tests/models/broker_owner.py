@@ -210,7 +210,7 @@ class LaneOwner:
             broker=Wire(),
             endpoint=SimpleNamespace(
                 name="shop", headers=NO_HEADERS, message_format=ENVELOPE, retryable=RETRYABLE,
-                retry=POLICY, blocks=False, on_forgotten="hold", keep_responses="all",
+                retry=POLICY, blocks=False, on_forgotten="hold",
                 kept_response=lambda response, _: response,
             ),
             breaker=_Breaker(),

@@ -260,7 +260,7 @@ class LaneOutcomes(OwnedLane):
     def _fail(
         self,
         first: Delivery | ErasedEvent | LaneEnd,
-        outcome: Literal["retry", "probe", "refused"],
+        outcome: Literal["retry", "refused"],
         response: AttemptResult,
         started_at: float,
     ) -> AttemptRow:
@@ -269,11 +269,8 @@ class LaneOutcomes(OwnedLane):
         self._batch_size.record_failed(first.seq)
         retry.attempts += 1
         retry.record_failure(stored, started_at)
-        if self._is_free_probe and outcome == "retry":
-            outcome = "probe"
-        return AttemptRow.from_response(
-            first, retry.attempts, outcome, response, stored, started_at
-        )
+        logged = "probe" if outcome == "retry" and self._is_free_probe else outcome
+        return AttemptRow.from_response(first, retry.attempts, logged, response, stored, started_at)
 
     def _postpone(self, policy: RetryPolicy, now: float, u: float) -> None:
         """Set the next attempt of a broker's lane, which costs no budget."""

@@ -87,6 +87,12 @@ class LaneRuntime:
         self.read: asyncio.Future[None] | None = None
         self.requests = RequestCache(runtime)
 
+    def apply_failure_settings(self, endpoint: Endpoint) -> None:
+        """Apply what its endpoint's settings say of deliveries that fail."""
+        self.state.apply_policy(endpoint.retry, blocks=endpoint.blocks)
+        self.state.holds_missing = endpoint.holds_missing
+        self.state.probes = endpoint.probes
+
     def gate(self, now: float) -> Gate:
         """What lane generations and the circuit breaker allow the lane."""
         if not self.runtime.generations.may_send(self.loaded.generation):
@@ -223,9 +229,7 @@ class EndpointRuntime:
             if lane is None:
                 lane = self.lanes[each.id] = LaneRuntime(self, each, sent_through_batch)
                 lane.state.clamp_times(self.endpoint.retry, now)
-                lane.state.apply_policy(self.endpoint.retry, blocks=self.endpoint.blocks)
-                lane.state.holds_missing = self.endpoint.holds_missing
-                lane.state.probes = self.endpoint.probes
+                lane.apply_failure_settings(self.endpoint)
             elif each.ended:
                 # Its counter was read after the change, so it is final.
                 lane.state.mark_ended()
@@ -321,9 +325,7 @@ class EndpointRuntime:
             lane.requests.prepared = None
             lane.state.set_share(self.share)
             lane.state.set_batch_max(endpoint.batch_max)
-            lane.state.apply_policy(endpoint.retry, blocks=endpoint.blocks)
-            lane.state.holds_missing = endpoint.holds_missing
-            lane.state.probes = endpoint.probes
+            lane.apply_failure_settings(endpoint)
         if endpoint.state == "paused":
             self.breaker.pause()
         elif was.resumes != endpoint.resumes:

@@ -71,8 +71,7 @@ def settle(
         runtime.breaker.record_result(outcome, now, 0.0)
     else:
         outcome = breakers.record_result(runtime, attempt, outcome, now)
-    if endpoint.keep_responses != "all":
-        response = endpoint.kept_response(response, outcome)
+    response = endpoint.kept_response(response, outcome)
     policy, u = endpoint.retry, rng.random()
     if len(send.batch) > 1:
         accepted, failed = lane.state.record_batch_result(

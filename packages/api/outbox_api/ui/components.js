@@ -2,7 +2,7 @@
 
 import { session } from "./api.js";
 import { h } from "./dom.js";
-import { ago, time } from "./format.js";
+import { ago, count, plural, time } from "./format.js";
 import { readable } from "./json.js";
 
 // Badge colour of each state.
@@ -51,6 +51,16 @@ export const code = (value) => h("pre", { tabindex: "0" }, readable(value));
 
 // Relative time, with the absolute time as its tooltip.
 export const when = (at) => (at ? h("time", { datetime: at, title: time(at) }, ago(at, session.now())) : "never");
+
+// A text on one line, which is whole in its tooltip.
+export const oneLine = (text, more = "") => h("span", { class: `cut ${more}`.trim(), title: text }, text);
+
+// A filter that is set; a click removes it.
+export const chip = (text, onclick) => h("button", { type: "button", class: "chip", "aria-label": `Remove the filter ${text}`, onclick },
+  `${text} `, h("span", { "aria-hidden": "true" }, "×"));
+
+// Requests that were made for a delivery, and how many of them were only probes.
+export const attemptCount = ({ attempts, probes }) => (probes ? `${count(attempts)} (${plural(probes, "probe")})` : count(attempts));
 
 export function button(text, onclick, { kind = "", scope = "operate", title } = {}) {
   const may = scope === null || session.may(scope);

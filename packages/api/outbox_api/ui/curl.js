@@ -1,6 +1,9 @@
-// A request as a command of cURL.
+// A request as text, and as a command of cURL.
 
 const quote = (text) => `'${text.replaceAll("'", "'\\''")}'`;
+
+export const requestText = ({ method, url, headers, body, body_base64: base64 }) => [`${method} ${url}`,
+  ...headers.map(([name, value]) => `${name}: ${value}`), "", body ?? base64 ?? ""].join("\n");
 
 // Without --globoff, cURL expands [1-9] and {a,b} in a URL.
 // Masked values (***) are part of the command: it shows where they belong.

@@ -2,6 +2,7 @@
 
 import { get, name, session } from "./api.js";
 import { badge, code } from "./components.js";
+import { requestText } from "./curl.js";
 import { attempts, deliveryActions, deliveryFacts } from "./delivery_details.js";
 import { copyButton } from "./dialogs.js";
 import { h, show } from "./dom.js";
@@ -11,9 +12,6 @@ import { link } from "./router.js";
 import { timeline } from "./timeline.js";
 
 const REFRESH_MS = 5000;
-
-const requestText = ({ method, url, headers, body, body_base64: encoded }) => [`${method} ${url}`,
-  ...headers.map(([each, value]) => `${each}: ${value}`), "", body ?? encoded ?? ""].join("\n");
 
 function draw(trace, onClose) {
   const { event } = trace;

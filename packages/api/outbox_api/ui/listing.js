@@ -1,6 +1,7 @@
 // Paginated listings and their filters.
 
 import { get } from "./api.js";
+import { chip } from "./components.js";
 import { h, show } from "./dom.js";
 import { field, tryRequest } from "./dialogs.js";
 import { sentence } from "./format.js";
@@ -83,8 +84,7 @@ function chips(fields, values, onChange) {
   return set.length ? h("p", { class: "chips" }, set.map(([id, label, options]) => {
     const text = options?.find(([value]) => value === values[id])?.[1] ?? values[id];
     const { [id]: _, ...rest } = values;
-    return h("button", { type: "button", class: "chip", "aria-label": `Remove the filter ${label}: ${text}`, onclick: () => onChange(rest) },
-      `${label}: ${text} `, h("span", { "aria-hidden": "true" }, "×"));
+    return chip(`${label}: ${text}`, () => onChange(rest));
   })) : null;
 }
 

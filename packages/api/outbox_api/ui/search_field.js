@@ -1,5 +1,6 @@
 // One field for several filters: each is a chip before the text that is typed.
 
+import { chip } from "./components.js";
 import { h } from "./dom.js";
 
 const TOKEN = /([a-z]+):\s*("[^"]*"|\S+)|"[^"]*"|\S+/gi;
@@ -41,8 +42,7 @@ export function searchField(names, flags, values, examples, onChange) {
       if (input.value.trim()) onChange({ ...values, ...parseFilters(input.value, names, flags) });
     },
   }, h("div", { class: "searched" },
-    set.map((name) => h("button", { type: "button", class: "chip", "aria-label": `Remove the filter ${text(name)}`, onclick: () => onChange(without(name)) },
-      `${text(name)} `, h("span", { "aria-hidden": "true" }, "×"))), input),
+    set.map((name) => chip(text(name), () => onChange(without(name)))), input),
   h("datalist", { id: "filter-examples" }, examples.map((each) => h("option", { value: each }))),
   h("button", { type: "submit", class: "main" }, "Search"));
 }

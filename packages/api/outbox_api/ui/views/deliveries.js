@@ -1,10 +1,10 @@
 // The delivery log: of an endpoint, or of a tenant, a key or an event.
 
 import { get, name, session } from "../api.js";
-import { badge, row, table, when } from "../components.js";
+import { attemptCount, badge, oneLine, row, table, when } from "../components.js";
 import { openPanel } from "../delivery_panel.js";
 import { h, show } from "../dom.js";
-import { count, duration, plural, time } from "../format.js";
+import { duration, plural, time } from "../format.js";
 import { follow, pages } from "../listing.js";
 import { link } from "../router.js";
 import { searchField } from "../search_field.js";
@@ -39,9 +39,9 @@ function draw(items, values, opened, open) {
       h("span", { class: "badges" }, badge(each.outcome), each.reason && h("small", null, each.reason)),
       each.status ?? each.failure?.replaceAll("_", " ") ?? "–",
       duration(each.elapsed_ms === null ? null : each.elapsed_ms / 1000),
-      each.probes ? `${count(each.attempts)} (${plural(each.probes, "probe")})` : count(each.attempts),
+      attemptCount(each),
       each.type ?? "–",
-      each.key === null ? "–" : h("span", { class: "cut", title: each.key }, each.key),
+      each.key === null ? "–" : oneLine(each.key),
       each.delivery === null ? "–" : h("a", { class: "id", href: link("deliveries", [], { ...values, show: each.delivery }), title: each.delivery,
         onclick: (event) => {
           if (event.ctrlKey || event.metaKey || event.shiftKey) return;

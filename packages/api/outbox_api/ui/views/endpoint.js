@@ -9,10 +9,10 @@ import { sendTest } from "../endpoint_test.js";
 import { dayCharts, readHistory } from "../history.js";
 import { lanes } from "../lanes.js";
 import { live } from "../live.js";
-import { condition, responseLine, button, code, definitionList, row, table, when } from "../components.js";
+import { attemptCount, condition, responseLine, button, code, definitionList, row, table, when } from "../components.js";
 import { retryAction, stuckAction } from "../stuck_lane.js";
 import { link } from "../router.js";
-import { capital, count, plural, time } from "../format.js";
+import { capital, count, time } from "../format.js";
 import { visible } from "../text.js";
 
 const LANES = ["Lane", "#Pending", "#Completed", "#Attempts", "Next attempt", "Last response", "Stuck"];
@@ -137,7 +137,7 @@ export function view(place, [endpoint]) {
         table(LANES, busy.map((lane) => row([
           h("code", null, lane.name), count(lane.last_seq - lane.acked_seq),
           h("span", { title: "Acknowledged or dead-lettered" }, count(lane.acked_seq)),
-          lane.probes ? `${count(lane.attempts)} (${plural(lane.probes, "probe")})` : count(lane.attempts),
+          attemptCount(lane),
           nextAttempt(each, lane), responseLine(lane.last_response) ?? "–", stuck(endpoint, lane, known, detail),
         ], LANES, lane.name)), "No pending deliveries.")),
       session.tenant === null ? ownershipHistory(detail.ownership_history) : null,

@@ -7,7 +7,7 @@ import { latencySparkline, milliseconds, percent, readHistory, sparkline } from 
 import { filters, pages } from "../listing.js";
 import { live } from "../live.js";
 import { rowBox, selection, selectionBar } from "../selection.js";
-import { button, condition, row, table } from "../components.js";
+import { button, condition, oneLine, row, table } from "../components.js";
 import { link } from "../router.js";
 import { count } from "../format.js";
 
@@ -29,9 +29,6 @@ function rank(each) {
 const { compare } = new Intl.Collator("en", { numeric: true });
 
 const bySeverity = (a, b) => rank(a) - rank(b) || b.pending - a.pending || compare(a.name, b.name);
-
-// A row has one line, whatever the text is.
-const line = (text, more = "") => h("span", { class: `cut ${more}`.trim(), title: text }, text);
 
 // The histories of the endpoints that match a filter, up to a name.
 async function readHistories(filter, last, signal) {
@@ -72,15 +69,15 @@ export function view(place, _, values) {
     drawActions();
     return table(heads, [...items].sort(bySeverity).map((each) => row([
       ...(mayOperate ? [rowBox(selected, each.name, `Select ${each.name}`, shown, list.repaint)] : []),
-      h("a", { href: link("endpoint", [each.name]) }, line(each.name)),
+      h("a", { href: link("endpoint", [each.name]) }, oneLine(each.name)),
       condition(each, each.lanes, each.state_comment),
       ...pastDay(histories.get(each.name)),
       count(each.pending),
       each.dead_letters ? h("a", { href: link("dead-letters", [], { endpoint: each.name }) }, count(each.dead_letters)) : "0",
       count(each.lanes),
-      line(each.types.join(", ")),
+      oneLine(each.types.join(", ")),
       each.all_tenants ? "all" : each.tenant ?? "–",
-      line(each.url, "url"),
+      oneLine(each.url, "url"),
     ], heads, each.name)), filtered ? "No endpoints match the filter." : "No endpoints yet.");
   });
 

@@ -3,14 +3,11 @@
 import { get, name } from "../api.js";
 import { h, show } from "../dom.js";
 import { code } from "../components.js";
-import { toCurl } from "../curl.js";
+import { requestText, toCurl } from "../curl.js";
 import { copyButton, field } from "../dialogs.js";
 import { sentence } from "../format.js";
 import { once, permanent } from "../live.js";
 import { link } from "../router.js";
-
-const text = (preview) => [`${preview.method} ${preview.url}`, ...preview.headers.map(([each, value]) => `${each}: ${value}`),
-  "", preview.body ?? preview.body_base64 ?? ""].join("\n");
 
 function draw(preview) {
   const isMessage = preview.method === "APPEND";
@@ -18,10 +15,10 @@ function draw(preview) {
   return [
     h("h2", null, isMessage ? "Message" : "Request"),
     !preview.is_sequenced && h("p", { class: "hint" }, "The event has no delivery to this endpoint: its lane and numbers are examples."),
-    h("div", { class: "actions" }, copyButton(isMessage ? "Copy message" : "Copy request", text(preview)),
+    h("div", { class: "actions" }, copyButton(isMessage ? "Copy message" : "Copy request", requestText(preview)),
       !isMessage && copyButton("Copy as cURL", toCurl(preview)),
       h("a", { class: "button", href: link("trace", [preview.event_id]) }, "Trace event")),
-    code(text(preview)),
+    code(requestText(preview)),
     preview.body_base64 ? h("p", { class: "hint" }, "The body is shown in Base64, because it is not text.") : null,
     masked ? h("p", { class: "hint" }, "*** stands for a signature, or for the value of a header of the endpoint. A copied command is refused until you put them in.") : null,
   ].filter(Boolean);
