@@ -135,44 +135,63 @@ _DEAD = _Source(
 _STATUS_MATCHES = "status BETWEEN ($3::integer[])[1] AND ($3::integer[])[2]"
 
 
+# Of scanned deliveries, those with an attempt of which this is true.  What was sent is read by
+# lanes or, where what was scanned does not lie side by side, by their batches, too.
+def _tried(name: str, asked: str, condition: str, places: str) -> str:
+    return f"""
+{name} AS MATERIALIZED (
+    SELECT lane_id, array_agg(seq) AS seqs
+      FROM (SELECT l.lane_id, a.seq + generate_series(0, a.count - 1) AS seq
+              FROM (SELECT lane_id, min(batch) AS low, max(batch) AS top
+                      FROM scanned WHERE {asked} GROUP BY {places}) l
+             CROSS JOIN LATERAL (
+                   SELECT seq, count FROM attempt_run
+                    WHERE lane_id = l.lane_id AND batch BETWEEN l.low AND l.top AND {condition}
+                   OFFSET 0) a) sent
+     GROUP BY lane_id),"""  # noqa: S608 (constants only)
+
+
 # The conditions $1 to $5 of a filter on a delivery `k`, of which at most $6 are taken.  An event
-# whose row is gone may have a copy in a dead letter.  The nearest success at or below a number is
-# its own, if it reaches so far; after a first attempt that succeeded, none has failed.
-def _matched(order: str) -> str:
+# whose row is gone may have a copy in a dead letter.
+#
+# Of thousands of deliveries, none is looked up by itself: sets are read by ranges of an index, and
+# each delivery is looked for in them (a hashed subplan, also where estimates are wrong: an array is
+# taken to have ten elements).
+def _matched(order: str, places: str = "lane_id, batch") -> str:
+    by_event = "($1::text[] IS NOT NULL OR $2::text IS NOT NULL)"
+    wanted = """
+($1::text[] IS NULL OR type IN (SELECT type FROM wanted_type))
+           AND ($2::text IS NULL OR tenant = $2)"""
     return f"""
 event AS MATERIALIZED (
-    SELECT k.*, coalesce(o.type, x.type) AS type, coalesce(o.tenant, x.tenant) AS tenant
+    SELECT id, type, tenant FROM outbox
+     WHERE {by_event}
+       AND id BETWEEN (SELECT min(outbox_id) FROM scanned) AND (SELECT max(outbox_id) FROM scanned)
+       AND id = ANY (ARRAY(SELECT outbox_id FROM scanned))),
+copy AS MATERIALIZED (
+    SELECT k.lane_id, k.seq, x.type, x.tenant
       FROM scanned k
-      LEFT JOIN LATERAL (
-           SELECT id, type, tenant FROM outbox
-            WHERE ($1::text[] IS NOT NULL OR $2::text IS NOT NULL) AND id = k.outbox_id
-            LIMIT 1) o ON true
-      LEFT JOIN LATERAL (
+     CROSS JOIN LATERAL (
            SELECT type, tenant FROM dead_letter
-            WHERE ($1::text[] IS NOT NULL OR $2::text IS NOT NULL) AND o.id IS NULL
-              AND (id = k.copy_id OR lane_id = k.lane_id AND seq = k.seq)
-              AND event_id IS NOT NULL LIMIT 1) x ON true),
+            WHERE (id = k.copy_id OR lane_id = k.lane_id AND seq = k.seq)
+              AND event_id IS NOT NULL LIMIT 1) x
+     WHERE {by_event} AND k.outbox_id NOT IN (SELECT id FROM event)),
 wanted_type AS MATERIALIZED (
-    SELECT o.type FROM (SELECT DISTINCT type FROM event) o, (SELECT $1::text[] AS types) s
+    SELECT o.type
+      FROM (SELECT type FROM event UNION SELECT type FROM copy) o, (SELECT $1::text[] AS types) s
      WHERE {TYPE_MATCHES}),
+{_tried("answered", "$3::integer[] IS NOT NULL", _STATUS_MATCHES, places)}
+{_tried("succeeded", "$4::boolean", "outcome = 'd'", places)}
 matched AS MATERIALIZED (
     SELECT k.*
-      FROM event k
-      LEFT JOIN LATERAL (
-           SELECT seq + count > k.seq AS is_own, attempt, {_STATUS_MATCHES} AS matches
-             FROM attempt_run
-            WHERE ($3::integer[] IS NOT NULL OR $4::boolean)
-              AND lane_id = k.lane_id AND batch = k.batch AND outcome = 'd'
-              AND seq BETWEEN k.seq - {RUN_DELIVERIES_MAX - 1} AND k.seq
-            ORDER BY seq DESC LIMIT 1) success ON success.is_own
-     WHERE ($1::text[] IS NULL OR k.type IN (SELECT type FROM wanted_type))
-       AND ($2::text IS NULL OR k.tenant = $2)
-       AND ($3::integer[] IS NULL OR success.matches
-        OR success.attempt IS DISTINCT FROM 1 AND EXISTS (
-           SELECT FROM attempt_run
-            WHERE lane_id = k.lane_id AND batch = k.batch AND seq = k.seq AND outcome <> 'd'
-              AND {_STATUS_MATCHES}))
-       AND (NOT $4::boolean OR success.is_own
+      FROM scanned k
+     WHERE (NOT {by_event}
+        OR k.outbox_id IN (SELECT id FROM event WHERE {wanted})
+        OR (k.lane_id, k.seq) IN (SELECT lane_id, seq FROM copy WHERE {wanted}))
+       AND ($3::integer[] IS NULL
+        OR (k.lane_id, k.seq) IN (SELECT lane_id, unnest(seqs) FROM answered))
+       AND (NOT $4::boolean
+        OR (k.lane_id, k.seq) IN (SELECT lane_id, unnest(seqs) FROM succeeded)
         OR k.seq <= (SELECT acked_seq FROM lane_progress WHERE lane_id = k.lane_id)
            AND NOT coalesce((
                SELECT to_seq >= k.seq FROM dead_letter
@@ -186,7 +205,7 @@ matched AS MATERIALIZED (
 _NEWEST_FIRST = "k.batch DESC, k.outbox_id DESC, k.lane_id DESC, k.seq DESC"
 
 
-def _walk(source: _Source) -> str:
+def _walk(source: _Source, places: str = "lane_id, batch") -> str:
     """The next portion of a walk over the lanes $7 from their batches $8 on, above the numbers $9.
 
     It goes down to the n-th newest run of the lane that has the newest one, or less far: until no
@@ -222,7 +241,7 @@ scanned AS MATERIALIZED (
        AND (p.batch, p.outbox_id, p.lane_id, p.seq)
            < ({_TOP}, ($10::bigint[])[2], ($10::bigint[])[3], ($10::bigint[])[4])
      ORDER BY p.batch DESC, p.outbox_id DESC, p.lane_id DESC, p.seq DESC LIMIT $12),
-{_matched(_NEWEST_FIRST)}
+{_matched(_NEWEST_FIRST, places)}
 SELECT s.scanned, s.at, e.batch AS end_batch, e.outbox_id AS end_outbox_id,
        e.lane_id AS end_lane_id, e.seq AS end_seq, m.batch, m.outbox_id, m.lane_id, m.seq,
        m.backfill_id, m.copy_id, (SELECT batch FROM reached) AS reached
@@ -234,7 +253,7 @@ SELECT s.scanned, s.at, e.batch AS end_batch, e.outbox_id AS end_outbox_id,
 """  # noqa: S608
 
 
-WALK_DELIVERIES = _walk(_DELIVERIES)
+WALK_DELIVERIES = _walk(_DELIVERIES, "lane_id")
 WALK_FAILURES = _walk(_FAILURES)
 WALK_DEAD = _walk(_DEAD)
 
