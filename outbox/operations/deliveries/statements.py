@@ -180,7 +180,7 @@ wanted_type AS MATERIALIZED (
     SELECT o.type
       FROM (SELECT type FROM event UNION SELECT type FROM copy) o, (SELECT $1::text[] AS types) s
      WHERE {TYPE_MATCHES}),
-{_tried("answered", "$3::integer[] IS NOT NULL", _STATUS_MATCHES, places)}
+{_tried("responded", "$3::integer[] IS NOT NULL", _STATUS_MATCHES, places)}
 {_tried("succeeded", "$4::boolean", "outcome = 'd'", places)}
 matched AS MATERIALIZED (
     SELECT k.*
@@ -189,7 +189,7 @@ matched AS MATERIALIZED (
         OR k.outbox_id IN (SELECT id FROM event WHERE {wanted})
         OR (k.lane_id, k.seq) IN (SELECT lane_id, seq FROM copy WHERE {wanted}))
        AND ($3::integer[] IS NULL
-        OR (k.lane_id, k.seq) IN (SELECT lane_id, unnest(seqs) FROM answered))
+        OR (k.lane_id, k.seq) IN (SELECT lane_id, unnest(seqs) FROM responded))
        AND (NOT $4::boolean
         OR (k.lane_id, k.seq) IN (SELECT lane_id, unnest(seqs) FROM succeeded)
         OR k.seq <= (SELECT acked_seq FROM lane_progress WHERE lane_id = k.lane_id)
