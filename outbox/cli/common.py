@@ -221,8 +221,10 @@ def warn_about_networks(name: str, networks: Iterable[str | Network]) -> None:
 def note_next_page(rows: RowPage[T], cursor: Callable[[T], object]) -> RowPage[T]:
     """Print on stderr how to get the rows after a page, if there are some; returns the page."""
     if rows.more:
-        last = shlex.quote(str(cursor(rows[-1])))
-        echo(f"more rows exist; next page: --after {last}", err=True)
+        is_full = rows.cursor is None
+        following = shlex.quote(str(cursor(rows[-1]) if is_full else rows.cursor))
+        found = "more rows exist" if is_full else "older rows were not searched"
+        echo(f"{found}; next page: --after {following}", err=True)
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from outbox.errors import UsageError
 from outbox.operations.criteria import absolute_time, read_now
@@ -24,28 +24,52 @@ if TYPE_CHECKING:
 _COLUMNS = """j.id, j.at, j.kind, j.actor, j.session_role, j.endpoint_id, j.data::text AS data,
        e.name AS endpoint"""
 
+By = Literal["people", "relays", "all"]
+"""Whose entries: `relays`: what relays do by themselves; `people`: everything else."""
+
+SCANNED_MAX = 20_000
+"""Entries that a page scans for those of people or relays: relays may write a million between two
+changes by people."""
+
+# Whether a relay made an entry by itself.  The first entry of a change that was requested has the
+# request's id, whatever its actor is; the role of relays cannot write that column.
+_BY_RELAY = "(request IS NULL AND actor ~ '^replica [0-9]+$')"
+
 # The conditions of `JournalFilter`.
-_MATCHES = """($3::text IS NULL OR kind = $3) AND ($4::text IS NULL OR actor = $4)
-          AND ($5::timestamptz IS NULL OR at >= $5) AND ($6::timestamptz IS NULL OR at < $6)"""
+_MATCHES = f"""($3::text IS NULL OR kind = $3) AND ($4::text IS NULL OR actor = $4)
+          AND ($5::timestamptz IS NULL OR at >= $5) AND ($6::timestamptz IS NULL OR at < $6)
+          AND ($7::boolean IS NULL OR $7 = {_BY_RELAY})"""
 
 LIST_ALL = f"""
 SELECT {_COLUMNS} FROM journal j LEFT JOIN endpoint e ON e.id = j.endpoint_id
- WHERE j.id < $1 AND {_MATCHES} ORDER BY j.id DESC LIMIT $2
+ WHERE j.id < $1 AND j.id >= $8 AND {_MATCHES} ORDER BY j.id DESC LIMIT $2
 """  # noqa: S608 (constants only)
 
 # The newest entries of each endpoint by index, merged: one combined query would scan the
 # entries of all other endpoints.
 LIST_OF_ENDPOINTS = f"""
-SELECT {_COLUMNS} FROM unnest($7::uuid[]) AS wanted(id)
+SELECT {_COLUMNS} FROM unnest($9::uuid[]) AS wanted(id)
   JOIN endpoint e ON e.id = wanted.id
  CROSS JOIN LATERAL (
        SELECT * FROM journal
-        WHERE endpoint_id = wanted.id AND id < $1
+        WHERE endpoint_id = wanted.id AND id < $1 AND id >= $8
           AND {_MATCHES}
-          AND ($8 OR kind NOT IN ('endpoint_claimed', 'endpoint_released'))
+          AND ($10 OR kind NOT IN ('endpoint_claimed', 'endpoint_released'))
         ORDER BY id DESC LIMIT $2) j
  ORDER BY j.id DESC LIMIT $2
 """  # noqa: S608 (constants only)
+
+# The last of $2 entries before $1, up to which a page scans; nothing, if there are fewer.
+FIND_FLOOR = "SELECT id FROM journal WHERE id < $1 ORDER BY id DESC OFFSET $2 - 1 LIMIT 1"
+
+# The same of some endpoints: where the first of them has that many entries.
+FIND_FLOOR_OF_ENDPOINTS = """
+SELECT max(floor.id) FROM unnest($3::uuid[]) AS wanted(id)
+ CROSS JOIN LATERAL (
+       SELECT id FROM journal
+        WHERE endpoint_id = wanted.id AND id < $1
+        ORDER BY id DESC OFFSET $2 - 1 LIMIT 1) floor
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +87,8 @@ class JournalFilter:
     since: When | None = None
     until: When | None = None
     """Written at or after `since`, and before `until`."""
+    by: By = "all"
+    """`people`: without what relays do by themselves; `relays`: only that."""
 
     def __post_init__(self) -> None:
         for name in ("kind", "actor"):
@@ -78,7 +104,8 @@ class JournalFilter:
         if isinstance(since, timedelta) or isinstance(until, timedelta):
             now = await read_now(connection)
             since, until = absolute_time(since, now), absolute_time(until, now)
-        return self.kind, self.actor, since, until
+        by_relay = None if self.by == "all" else self.by == "relays"
+        return self.kind, self.actor, since, until, by_relay
 
 
 NO_FILTER = JournalFilter()
@@ -113,7 +140,8 @@ async def list_journal(
 ) -> RowPage[JournalRow]:
     """List journal entries, newest first, at most `limit` with ids below `before`.
 
-    There are fewer if they are large, as in `outbox.operations.pages`.
+    There are fewer if they are large, as in `outbox.operations.pages`, or if `only.by` matches
+    few: such a page scans at most `SCANNED_MAX`, and its cursor is the last entry it has scanned.
 
     Args:
         endpoint_ids: only entries of these endpoints; None: all.
@@ -124,9 +152,29 @@ async def list_journal(
         async with connection.transaction(isolation="read_committed", readonly=True):
             await connection.execute(PLAN_BY_ID)
             select = LIST_ALL
-            arguments = await only.arguments(connection)
+            floor = await _find_floor(connection, only, endpoint_ids, before)
+            arguments = (*await only.arguments(connection), floor or 0)
             if endpoint_ids is not None:
                 select = LIST_OF_ENDPOINTS
                 arguments = (*arguments, endpoint_ids, ownership_changes)
             page = await read_page(connection, select, "id", before, limit, *arguments)
+    if floor is not None and not page.more:
+        page = RowPage(page, more=True, cursor=floor)
     return await convert(page, lambda row: from_row(JournalRow, row, parse=("data",)))
+
+
+async def _find_floor(
+    connection: Connection[Any],
+    only: JournalFilter,
+    endpoint_ids: Sequence[UUID] | None,
+    before: int,
+) -> int | None:
+    """The lowest id that a page scans; None: it may scan all."""
+    if only.by == "all":
+        return None
+    if endpoint_ids is None:
+        floor = await connection.fetchval(FIND_FLOOR, before, SCANNED_MAX)
+    else:
+        of_each = max(SCANNED_MAX // max(len(endpoint_ids), 1), 1)
+        floor = await connection.fetchval(FIND_FLOOR_OF_ENDPOINTS, before, of_each, endpoint_ids)
+    return cast("int | None", floor)

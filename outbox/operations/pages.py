@@ -74,7 +74,7 @@ async def convert(rows: RowPage[Row], make: Callable[[Row], Item]) -> RowPage[It
         made.append(make(row))
         if len(made) % PORTION_ROWS == 0:
             await asyncio.sleep(0)
-    return RowPage(made, more=rows.more)
+    return RowPage(made, more=rows.more, cursor=rows.cursor)
 
 
 def _text_bytes(values: Iterable[object]) -> int:

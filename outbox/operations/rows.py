@@ -44,11 +44,16 @@ def encode_other(value: object) -> object:
 
 
 class RowPage(list[Item]):
-    """A page of rows, and whether there are more."""
+    """A page of rows, and whether there may be more.
 
-    def __init__(self, rows: Iterable[Item], *, more: bool) -> None:
+    Args:
+        cursor: where the next page begins; None: after the last row.
+    """
+
+    def __init__(self, rows: Iterable[Item], *, more: bool, cursor: int | None = None) -> None:
         super().__init__(rows)
         self.more = more
+        self.cursor = cursor
 
 
 def from_row(

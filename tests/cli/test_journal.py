@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from outbox.operations import journal
+from tests.cli.test_commands import execute
+
 if TYPE_CHECKING:
     from tests.support.commands import Command
+    from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
 
@@ -30,3 +34,24 @@ def test_entries_are_listed_filtered_and_paged(here: Command) -> None:
     assert "comment maintenance" in line
     assert here("journal", "--kind", "none").out == "no journal entries\n"
     assert "kind is empty" in here("journal", "--kind", "").err
+
+
+def test_entries_of_relays_are_left_out(
+    here: Command, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here("endpoint", "add", "shop", "https://receiver.test/")
+    execute(
+        database,
+        """INSERT INTO journal (kind, actor)
+           SELECT 'sequencing_stopped', 'replica 7' FROM generate_series(1, 6) RETURNING id""",
+    )
+    by = {each: here("journal", "--by", each, "--json").json for each in ("people", "relays")}
+    assert [row["kind"] for row in by["people"]] == ["endpoint_added"]
+    assert [row["kind"] for row in by["relays"]] == ["sequencing_stopped"] * 6
+    assert len(here("journal", "--json").json) == 7
+    monkeypatch.setattr(journal, "SCANNED_MAX", 6)
+    page = here("journal", "--by", "people")
+    assert page.out == "none among those that were searched\n"
+    oldest = by["relays"][-1]["id"]
+    assert page.err == f"older rows were not searched; next page: --after {oldest}\n"
+    assert "shop" in here("journal", "--by", "people", "--after", oldest).out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outbox.operations import journal
 from outbox.operations.criteria import find_endpoint_ids
-from outbox.operations.journal import JournalFilter, JournalRow
+from outbox.operations.journal import By, JournalFilter, JournalRow
 from outbox.operations.rows import ID_MAX
 from outbox_api import route
 from outbox_api.field_types import Name
@@ -30,6 +30,10 @@ class JournalQuery(IdPaging):
     """Written at this time or later."""
     until: TimeOrAge | None = None
     """Written before this time."""
+    by: By = "all"
+    """`people`: without what relays do by themselves, such as taking an endpoint over; `relays`:
+    only that.  Such a page may have fewer items than `limit`, or none, and `next`, because it ends
+    after 20,000 entries were searched."""
 
 
 @route.get(
@@ -44,7 +48,7 @@ async def _list(call: Call[JournalQuery, None]) -> Page[JournalRow]:
         journal.list_journal,
         endpoint_ids=await find_endpoint_ids(call.db, query.endpoint, call.tenant),
         ownership_changes=call.tenant is None,
-        only=JournalFilter(query.kind, query.actor, query.since, query.until),
+        only=JournalFilter(query.kind, query.actor, query.since, query.until, query.by),
         limit=query.limit,
         before=id_cursor(query.after, ID_MAX),
     )

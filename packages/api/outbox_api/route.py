@@ -382,7 +382,9 @@ def page_of_rows(
         shown: the item for a row.
     """
     items = list(map(shown, rows))
-    return Page(items, str(cursor(items[-1])) if rows.more else None)
+    if not rows.more:
+        return Page(items, None)
+    return Page(items, str(cursor(items[-1]) if rows.cursor is None else rows.cursor))
 
 
 def id_cursor(text: str | None, default: int) -> int:
