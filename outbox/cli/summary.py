@@ -169,7 +169,12 @@ def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
             if is_probed and health.state in PROBED_STATES
             else ""
         )
-        yield f"{health.state} {since(health.since)}{probing}"
+        at = endpoint.failing_since if health.state in PROBED_STATES else health.since
+        yield f"{health.state} {since(at or health.since)}{probing}"
+    is_open = health is not None and health.state in PROBED_STATES
+    if endpoint.failing_lanes and endpoint.failing_since is not None and not is_open:
+        lanes = count(endpoint.failing_lanes, "lane")
+        yield f"{lanes} failing {since(endpoint.failing_since)}"
     if held_until is not None:
         yield f"on hold until {_time(held_until)}, as requested by its receiver (Retry-After)"
     if (block := endpoint.block) is not None:

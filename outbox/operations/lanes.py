@@ -61,6 +61,34 @@ HEAD_ATTEMPTS = "CASE WHEN retry_seq = acked_seq + 1 THEN attempts ELSE 0 END"
 FAILING_LANES = f"""
        (SELECT count(*) FROM lane_progress l WHERE l.endpoint_id = e.id AND {FAILING})"""  # noqa: S608
 """Number of failing lanes of an endpoint `e`, as their owner last stored their progress."""
+FIRST_ATTEMPT_AT = """coalesce(
+           (SELECT a.started_at FROM attempt_run a
+             WHERE a.lane_id = l.lane_id AND a.batch >= l.floor_batch AND a.seq = l.retry_seq
+             ORDER BY a.batch, a.attempt LIMIT 1),
+           l.first_attempt_at)"""
+"""The first attempt of the first pending delivery of a failing lane `l`.  It is read from the log,
+because the retry budget may begin with a later one (`first_attempt_at`)."""
+
+
+def failing_since(first_attempt_at: str) -> str:
+    """When an endpoint with the health `h` began to fail; NULL: it does not.
+
+    It is the first attempt of the delivery that has been failing longest, or when the circuit
+    breaker opened, if that was earlier.
+    """
+    return f"""least({first_attempt_at},
+           CASE WHEN h.state IN ('failing', 'rejecting') THEN h.since END)"""
+
+
+FAILING_SINCE = failing_since(
+    f"""(
+           SELECT {FIRST_ATTEMPT_AT} FROM lane_progress l
+            WHERE l.endpoint_id = e.id AND {FAILING} ORDER BY l.first_attempt_at LIMIT 1)"""  # noqa: S608
+)
+"""`failing_since` of an endpoint `e`, as the owner of its lanes last stored their progress."""
+HEALTH_SINCE = f"""
+       CASE WHEN h.state IN ('failing', 'rejecting') THEN {FAILING_SINCE} ELSE h.since END"""
+"""Since when the health `h` of an endpoint `e` is as it is; NULL: it has none."""
 OLDEST_S = """(
            SELECT extract(epoch FROM clock_timestamp() - o.created_at)::float8
              FROM delivery d JOIN outbox o ON o.id = d.outbox_id
@@ -97,7 +125,7 @@ def rank_endpoints(lanes: str, tenant: str, limit: str) -> str:
     """
     # Without the responses, which may be large.
     columns = """l.endpoint_id, l.lane_id, l.generation, l.slot, l.last_seq, l.acked_seq,
-           l.floor_batch, l.retry_seq, l.attempts, l.spent, l.next_attempt_at"""
+           l.floor_batch, l.retry_seq, l.attempts, l.spent, l.first_attempt_at, l.next_attempt_at"""
     of_tenant = f"e.state <> 'removed' AND ({tenant}::text IS NULL OR e.tenant = {tenant})"
     return f"""
 WITH unfinished AS MATERIALIZED (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +14,7 @@ from outbox.operations import status
 from outbox.operations.criteria import DeadLetterSelection
 from outbox.operations.dead_letters import queries as dead_letters
 from outbox.operations.dead_letters import replay as replays
+from outbox.operations.endpoints import queries as endpoints
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.store_connection import StoreConnection
 from outbox.store.delivery.endpoint_state import Condition, EndpointStateStore
@@ -20,6 +23,7 @@ from tests.support.doctor import findings_of
 from tests.support.relay import (
     BUSY,
     OK,
+    QUICK_RETRY,
     REFUSED,
     SLOW_RETRY,
     Network,
@@ -121,6 +125,55 @@ async def test_pending_failing_and_in_flight_deliveries_are_counted(
     after = await status.read_overview(db, "relay")
     assert after.replicas == ()
     assert {e.replica for e in after.endpoints} == {None}
+
+
+@pytest.mark.one_major
+async def test_an_endpoint_has_been_failing_since_the_first_failed_attempt(
+    database: Database, db: Connection[Any]
+) -> None:
+    """Not since the failure that opened the circuit breaker."""
+    await add_endpoint(database, "sick", lanes=2, retry={**QUICK_RETRY, "attempts_max": 10_000})
+    is_open = "SELECT count(*) FROM endpoint_health WHERE state = 'failing'"
+    async with running(database, Network(lambda _: BUSY)):
+        await publish(database, *range(4))
+        await until(lambda: db.fetchval(is_open), what="the circuit breaker to open")
+
+    async def failing_since() -> datetime | None:
+        seen = await status.read_overview(db, "relay")
+        (listed,) = await endpoints.list_endpoints(db, "relay")
+        shown = await endpoints.get_endpoint(db, "relay", "sick")
+        (since,) = {each.failing_since for each in (*seen.endpoints, listed, shown.endpoint)}
+        return since
+
+    # The first lane began to fail before the second one.
+    await db.execute("UPDATE attempt_run SET started_at = started_at - interval '55 s'")
+    await db.execute(
+        "UPDATE lane_progress SET first_attempt_at = first_attempt_at - interval '50 s'"
+        " WHERE lane_id = (SELECT min(lane_id) FROM lane_progress)"
+    )
+    first = await db.fetchval(
+        "SELECT min(started_at) FROM attempt WHERE lane_id = (SELECT min(id) FROM lane)"
+    )
+    opened = await db.fetchval("SELECT since FROM endpoint_health")
+    assert opened - first > timedelta(seconds=50)
+    assert await failing_since() == first
+    seen = await status.read_overview(db, "relay")
+    (note, *_) = notes(seen)
+    assert re.match(r"sick: failing since (5[5-9]s|\dm)", note), note
+    (found,) = await findings_of(db, "health")
+    assert re.search(r"has been failing for (5[5-9] s|\d)", found.message), found.message
+    # No attempt is in the log.
+    await db.execute("DELETE FROM attempt_run")
+    began = await db.fetchval("SELECT min(first_attempt_at) FROM lane_progress")
+    assert await failing_since() == began
+    await db.execute("UPDATE endpoint_health SET state = 'recovering'")
+    assert await failing_since() == began
+    text = "\n".join(notes(await status.read_overview(db, "relay")))
+    assert re.search(r"sick: 2 lanes failing since (5\ds|\dm)", text), text
+    await db.execute("UPDATE lane_progress SET attempts = 0, retry_seq = NULL")
+    assert await failing_since() is None
+    await db.execute("UPDATE endpoint_health SET state = 'failing'")
+    assert await failing_since() == opened
 
 
 @pytest.mark.one_major

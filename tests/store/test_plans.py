@@ -683,14 +683,29 @@ async def _status_endpoints(log: LongLog) -> Case:
     return Case(statuses.READ_STATUSES, (100, None), 100_000, 2 * _STATES)
 
 
+# The first lane to fail is looked for in each partition since its floor: no attempt is logged.
+FAIL = """
+UPDATE lane_progress SET retry_seq = acked_seq + 1, attempts = 1, first_attempt_at = now()
+ WHERE endpoint_id = (SELECT id FROM endpoint WHERE name = 'e00')"""
+
+
+async def _status_endpoints_that_fail(log: LongLog) -> Case:
+    return Case(statuses.READ_STATUSES, (100, None), 100_000, 2 * _STATES, before=(FAIL,))
+
+
+async def _endpoint_show_that_fails(log: LongLog) -> Case:
+    # Its lanes are far behind.
+    return Case(endpoints.GET_ENDPOINT, ("e00",), 11_000, 2 * _STATES, before=(FAIL,))
+
+
 async def _endpoint_list(log: LongLog) -> Case:
     return Case(
-        endpoints.LIST_PAGE, (None, 100, None, *endpoints.ANY.arguments), 150_000, 2 * _STATES
+        endpoints.LIST_PAGE, (None, 100, None, *endpoints.ANY.arguments), 170_000, 2 * _STATES
     )
 
 
 async def _endpoint_show(log: LongLog) -> Case:
-    return Case(endpoints.GET_ENDPOINT, ("e01",), 10_000, 3000, {"attempt_run": NEWEST})
+    return Case(endpoints.GET_ENDPOINT, ("e01",), 11_000, 3000, {"attempt_run": NEWEST})
 
 
 async def _endpoint_lanes(log: LongLog) -> Case:
@@ -847,8 +862,10 @@ COMMANDS = {
         _status_cursor,
         _status_gaps,
         _status_endpoints,
+        _status_endpoints_that_fail,
         _endpoint_list,
         _endpoint_show,
+        _endpoint_show_that_fails,
         _endpoint_lanes,
         _events_of_a_page,
         _dead_list,

@@ -234,10 +234,12 @@ def _state_pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
         state += f" by {row.state_by}"
     if row.state_comment:
         state += f": {row.state_comment}"
-    healthy = f"{health.state} since {cell(health.since)}"
+    is_open = health.state in PROBED_STATES
+    since = row.failing_since if is_open else None
+    healthy = f"{health.state} since {cell(since or health.since)}"
     if health.held_until is not None:
         healthy += f", on hold until {cell(health.held_until)}"
-    elif health.state in PROBED_STATES and row.state == "active":
+    elif is_open and row.state == "active":
         healthy += f"; {describe_probing(probes=detail.settings['probes'])}"
     older = [s.expires_at for s in detail.secrets if s.expires_at is not None]
     live = f"{len(detail.secrets)} live, {_kept(detail)}"
@@ -249,6 +251,7 @@ def _state_pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
         ("receives", None if row.subscribed else "no new events"),
         ("relay", _relay(detail)),
         ("health", healthy),
+        ("failing since", None if is_open else row.failing_since),
         ("last failure", health.last_response),
         ("connections", _suspension(detail)),
         ("pending", row.pending),

@@ -13,6 +13,7 @@ from outbox.operations.lanes import (
     BLOCKED,
     DEAD_LETTERS,
     FAILING_LANES,
+    FAILING_SINCE,
     LANE_STATE,
     PENDING,
     SUBSCRIBED,
@@ -43,6 +44,7 @@ def _select_endpoints(columns: str) -> str:
 SELECT e.id, e.state, e.state_at, e.state_by, e.state_comment, e.generation, e.created_at,
        h.state AS health, {columns},
        {SUBSCRIBED} AS subscribed, {BLOCKED} AS blocked, {FAILING_LANES} AS failing_lanes,
+       {FAILING_SINCE} AS failing_since,
        {PENDING} AS pending, {DEAD_LETTERS} AS dead_letters
   FROM endpoint e JOIN endpoint_health h ON h.endpoint_id = e.id
 """  # noqa: S608 (constants only)
@@ -139,6 +141,9 @@ class EndpointRow:
     lanes: int
     failing_lanes: int
     """Lanes whose first pending delivery has failed at least once."""
+    failing_since: datetime | None
+    """The first attempt of the delivery that has been failing longest, or when the circuit breaker
+    opened, if that was earlier; None: nothing fails."""
     generation: int
     """Incremented when the number of lanes changes."""
     types: tuple[str, ...]
@@ -180,6 +185,7 @@ class EndpointHealth:
 
     state: str
     since: datetime
+    """When the circuit breaker entered this state."""
     held_until: datetime | None
     """Hold-off from the receiver's Retry-After."""
     last_response: dict[str, Any] | None

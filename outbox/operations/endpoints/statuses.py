@@ -36,6 +36,10 @@ blocks AS MATERIALIZED (
 worst AS MATERIALIZED (
     SELECT DISTINCT ON (endpoint_id) * FROM near WHERE failing
      ORDER BY endpoint_id, attempts DESC, lane_id),
+earliest AS MATERIALIZED (
+    SELECT endpoint_id, {lanes.FIRST_ATTEMPT_AT} AS first_attempt_at
+      FROM (SELECT DISTINCT ON (endpoint_id) * FROM near WHERE failing
+             ORDER BY endpoint_id, first_attempt_at, lane_id) l),
 oldest AS MATERIALIZED (
     SELECT l.endpoint_id, max({lanes.OLDEST_S}) AS oldest_s FROM near l
      WHERE l.last_seq > l.acked_seq GROUP BY l.endpoint_id)
@@ -44,6 +48,7 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
        (SELECT count(*) FROM totals) AS endpoints_total, r.name AS replica,
        {lanes.DEAD_LETTERS} AS dead_letters,
        h.state AS health, h.since AS health_since, h.held_until,
+       {lanes.failing_since("g.first_attempt_at")} AS failing_since,
        {lanes.SUBSCRIBED} AS subscribed, k.lanes IS NOT NULL AS blocked,
        coalesce(k.lanes, 0) AS blocked_lanes, k.generation AS block_generation,
        k.slot AS block_slot, k.seq AS block_seq, k.at AS block_at, k.dead_id,
@@ -57,6 +62,7 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
   LEFT JOIN endpoint_health h ON h.endpoint_id = e.id
   LEFT JOIN blocks k ON k.endpoint_id = e.id AND k.nth = 1
   LEFT JOIN worst f ON f.endpoint_id = e.id
+  LEFT JOIN earliest g ON g.endpoint_id = e.id
   LEFT JOIN oldest o ON o.endpoint_id = e.id
   LEFT JOIN lane_progress p ON p.lane_id = f.lane_id
   LEFT JOIN lane s ON s.id = f.lane_id
@@ -96,6 +102,7 @@ class HealthStatus:
 
     state: str
     since: datetime
+    """When the circuit breaker entered this state."""
     held_until: datetime | None
     """Hold-off from the receiver's Retry-After."""
 
@@ -132,6 +139,9 @@ class EndpointStatus:
     oldest_s: float | None
     """Age of the oldest pending event, in seconds; None: none is pending."""
     failing_lanes: int
+    failing_since: datetime | None
+    """The first attempt of the delivery that has been failing longest, or when the circuit breaker
+    opened, if that was earlier; None: nothing fails."""
     failing: FailingDelivery | None
     """The failing delivery with the most attempts."""
     blocked_lanes: int

@@ -131,6 +131,8 @@ class PendingLaneState:
     state_comment: str | None
     health: str
     health_since: datetime
+    """When the circuit breaker entered this state; while it is open: when the endpoint began to
+    fail."""
     held_until: datetime | None
     """Hold-off from the receiver's Retry-After."""
     relay: str | None

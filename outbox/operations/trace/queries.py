@@ -18,7 +18,7 @@ from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.dead_letters.queries import LAST_REPLAY
 from outbox.operations.events import queries as events
 from outbox.operations.events.future import NotPublishedYet
-from outbox.operations.lanes import BLOCKED_BY, FAILING_LANES, LANE_STATE, retry_state
+from outbox.operations.lanes import BLOCKED_BY, FAILING_LANES, HEALTH_SINCE, LANE_STATE, retry_state
 from outbox.operations.pages import shorten_responses
 from outbox.operations.rows import ID_MAX, encode_other, from_row
 from outbox.operations.trace.diagnosis import add_diagnosis
@@ -142,7 +142,8 @@ READ_LANE_STATES = f"""
 SELECT s.lane_id, s.acked_seq, s.retry_seq, s.attempts, s.spent, s.next_attempt_at,
        {shorten_responses("s.last_response", "s.lane_id")} AS last_response,
        e.state, e.state_at, e.state_by, e.state_comment,
-       coalesce(h.state, 'healthy') AS health, coalesce(h.since, e.created_at) AS health_since,
+       coalesce(h.state, 'healthy') AS health,
+       coalesce({HEALTH_SINCE}, e.created_at) AS health_since,
        h.held_until, b.at AS blocked_since, {BLOCKED_BY} AS blocked_by,
        (SELECT r.name FROM ownership o JOIN replica r ON r.id = o.replica_id
          WHERE o.endpoint_id = e.id AND {lease_runs("r")}) AS relay,
