@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -53,7 +53,7 @@ SELECT count(*) FILTER (WHERE outcome = 'delivered') AS successes,
 """
 
 
-async def history_of(database: Database, endpoint: str | None = None, **options: str) -> History:
+async def history_of(database: Database, endpoint: str | None = None, **options: Any) -> History:
     async with database.at_hand() as connection:
         return await read_history(connection, "relay", endpoint=endpoint, **options)
 
@@ -259,3 +259,32 @@ async def test_retention_does_not_wait_for_counts_that_are_being_written(
     assert await retention.delete_expired() == 1
     async with database.at_hand() as connection:
         assert await connection.fetchval(f"SELECT count(*) {rows}", endpoint.id) == 0
+
+
+QUICK = "ARRAY[0, 0, 100, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]"
+SLOW = "ARRAY[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 10, 0, 0]"
+WRITE = f"""
+INSERT INTO delivery_history (endpoint_id, slot, began_at, successes, failures, latencies)
+SELECT e.id, n % 288, to_timestamp(n * 300), successes, 3, latencies
+  FROM endpoint e, (SELECT floor(extract(epoch FROM now()) / 300)::bigint) AS now(n5),
+       LATERAL (VALUES (n5 - 1, 100, {QUICK}), (n5 - 60, 10, {SLOW}))
+               AS made(n, successes, latencies)
+"""
+
+
+async def test_totals_are_of_the_hours_that_are_asked_for(database: Database) -> None:
+    """The 99th percentile is of all requests together, and no mean of those of intervals."""
+    await add_endpoint(database)
+    async with database.at_hand() as connection:
+        await connection.execute(WRITE)
+    whole = await history_of(database, "shop")
+    assert (whole.hours, whole.successes, whole.failures, len(whole.items)) == (24, 110, 6, 2)
+    slow, quick = whole.items
+    assert (whole.p50_ms or 0) < (slow.p50_ms or 0)
+    assert (quick.p99_ms or 0) < (whole.p99_ms or 0) <= (slow.p99_ms or 0)
+    last = await history_of(database, "shop", hours=1)
+    assert (last.hours, last.successes, last.items) == (1, 100, [quick])
+    assert (last.p50_ms, last.p99_ms) == (quick.p50_ms, quick.p99_ms)
+    async with database.at_hand() as connection:
+        (listed,) = await list_histories(connection, "relay")
+    assert (listed.p50_ms, listed.p99_ms) == (whole.p50_ms, whole.p99_ms)

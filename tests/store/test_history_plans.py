@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.delivery.delivery_history import ALL_ENDPOINTS, INTERVALS, DeliveryHistory
-from outbox.operations.endpoints.history import HISTORY_OF_EACH, HISTORY_TOGETHER, HOUR_S
+from outbox.operations.endpoints.history import (
+    HISTORY_OF_EACH,
+    HISTORY_TOGETHER,
+    HOUR_S,
+    KEPT_HOURS,
+)
 from outbox.relay.cluster.connections import SESSION_SETTINGS
 from outbox.store.delivery.records import RecordStore
 from outbox.store.retention.periods import DELETE_HISTORY
@@ -55,9 +60,9 @@ async def test_queries_read_the_endpoints_that_they_name(
     removed = await add_endpoint(database)
     ids = await fill(database, removed.id)
     cases: list[tuple[str, str, Sequence[Any], int]] = [
-        ("of one", HISTORY_TOGETHER, (ids[:1], HOUR_S), 1),
-        ("of all", HISTORY_TOGETHER, ([ALL_ENDPOINTS], HOUR_S), 1),
-        ("of a page", HISTORY_OF_EACH, (ids[:50], HOUR_S), 50),
+        ("of one", HISTORY_TOGETHER, (ids[:1], HOUR_S, KEPT_HOURS), 1),
+        ("of all", HISTORY_TOGETHER, ([ALL_ENDPOINTS], HOUR_S, KEPT_HOURS), 1),
+        ("of a page", HISTORY_OF_EACH, (ids[:50], HOUR_S, KEPT_HOURS), 50),
         ("of none to delete", DELETE_HISTORY.sql, (), 0),
     ]
     settings = {"search_path": "relay", **SESSION_SETTINGS}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def _show(found: History) -> None:
+    hours = "hour" if found.hours == 1 else f"{found.hours} hours"
     emit_table(
         ["from", "delivered", "failed requests", "success", "p50 ms", "p99 ms"],
         [
@@ -30,7 +31,7 @@ def _show(found: History) -> None:
             )
             for each in found.items
         ],
-        "nothing was sent in the last 24 hours",
+        f"nothing was sent in the last {hours}",
     )
 
 
@@ -39,10 +40,17 @@ def _show(found: History) -> None:
     epilog="""\b
 Examples:
   outbox endpoint history shop
-  outbox endpoint history shop --minutes 5 --json
+  outbox endpoint history shop --hours 1 --minutes 5 --json
 """,
 )
 @click.argument("name")
+@click.option(
+    "--hours",
+    type=click.IntRange(1, history.KEPT_HOURS),
+    default=history.KEPT_HOURS,
+    show_default=True,
+    help="Only the last hours.",
+)
 @click.option(
     "--minutes",
     type=click.Choice(["5", "15", "60"]),
@@ -51,12 +59,17 @@ Examples:
     help="Length of the intervals.",
 )
 @print_result(_show)
-def show_history(settings: Settings, name: str, minutes: str) -> History:
+def show_history(settings: Settings, name: str, hours: int, minutes: str) -> History:
     """Show what was delivered in the last 24 hours, and how fast.
 
     A delivery may have several failed requests before it succeeds. Latencies are those of the
-    successful ones. Intervals without requests are left out.
+    successful ones; p50 and p99 are of each interval, in JSON also of all hours. Intervals without
+    requests are left out.
     """
     return run_operation(
-        settings, history.read_history, endpoint=name, interval_s=int(minutes) * 60
+        settings,
+        history.read_history,
+        endpoint=name,
+        hours=hours,
+        interval_s=int(minutes) * 60,
     )

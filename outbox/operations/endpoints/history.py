@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from outbox.operations.rows import RowPage
 
 HOUR_S = 3600
+KEPT_HOURS = 24
+"""How far histories reach back."""
 _LATENCIES = ", ".join(
     f"sum(h.latencies[{n}])::bigint" for n in range(1, len(LATENCY_BOUNDS_S) + 2)
 )
@@ -43,12 +45,14 @@ SELECT {subject} AS endpoint_id,
        ARRAY[{_LATENCIES}] AS latencies
   FROM delivery_history h
  WHERE h.endpoint_id = ANY ($1::uuid[])
-   AND h.began_at BETWEEN clock_timestamp() - interval '24 hours' AND clock_timestamp()
+   AND h.began_at BETWEEN clock_timestamp() - $3::integer * interval '1 hour'
+                      AND clock_timestamp()
  GROUP BY 1, 2 ORDER BY 1, 2
 """  # noqa: S608 (constants only)
 
 
-# The history of endpoints ($1), each for itself or together, in intervals of $2 seconds.
+# The history of endpoints ($1), each for itself or together, in intervals of $2 seconds, of the
+# last $3 hours.
 HISTORY_OF_EACH, HISTORY_TOGETHER = map(_history_by, ("h.endpoint_id", f"'{ALL_ENDPOINTS}'::uuid"))
 
 OF_TENANT = "SELECT id FROM endpoint WHERE tenant = $1 AND NOT all_tenants AND state <> 'removed'"
@@ -71,22 +75,30 @@ class HistoryPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
-    """The last 24 hours, in intervals."""
+class Totals:
+    """The last hours together."""
 
+    successes: int
+    failures: int
+    p50_ms: float | None
+    """Median duration of all their successful requests; None: there were none."""
+    p99_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class History(Totals):
+    """The last `hours` hours, in intervals."""
+
+    hours: int
     interval_s: int
     items: list[HistoryPoint]
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointHistory:
+class EndpointHistory(Totals):
     """The last 24 hours of an endpoint, by the hour."""
 
     name: str
-    successes: int
-    failures: int
-    p50_ms: float | None
-    p99_ms: float | None
     items: list[HistoryPoint]
 
 
@@ -96,6 +108,7 @@ async def read_history(
     *,
     endpoint: str | None = None,
     tenant: str | None = None,
+    hours: int = KEPT_HOURS,
     interval_s: int = HISTORY_INTERVAL_S,
 ) -> History:
     """Read the history of one endpoint, or of all together.
@@ -103,6 +116,7 @@ async def read_history(
     Args:
         endpoint: the endpoint's name; None: all.
         tenant: only endpoints of this tenant alone; without `endpoint`.
+        hours: at most `KEPT_HOURS`.
         interval_s: a multiple of `HISTORY_INTERVAL_S`.
 
     Raises:
@@ -117,8 +131,8 @@ async def read_history(
             ids = [row["id"] for row in await connection.fetch(OF_TENANT, tenant)]
         else:
             ids = [ALL_ENDPOINTS]
-        rows = await connection.fetch(HISTORY_TOGETHER, ids, interval_s)
-    return History(interval_s, list(map(_point, rows)))
+        rows = await connection.fetch(HISTORY_TOGETHER, ids, interval_s, hours)
+    return History(*_totals(rows), hours, interval_s, list(map(_point, rows)))
 
 
 async def list_histories(
@@ -139,7 +153,7 @@ async def list_histories(
         found = await connection.fetch(NAMES_PAGE, after, limit + 1, tenant, *only.arguments)
         page = page_of(found, limit)
         ids = [row["id"] for row in page]
-        rows = await connection.fetch(HISTORY_OF_EACH, ids, HOUR_S)
+        rows = await connection.fetch(HISTORY_OF_EACH, ids, HOUR_S, KEPT_HOURS)
     by_id: dict[UUID, list[Record]] = {}
     for row in rows:
         by_id.setdefault(row["endpoint_id"], []).append(row)
@@ -147,14 +161,17 @@ async def list_histories(
 
 
 def _history(name: str, rows: Sequence[Record]) -> EndpointHistory:
+    return EndpointHistory(*_totals(rows), name, list(map(_point, rows)))
+
+
+def _totals(rows: Sequence[Record]) -> tuple[int, int, float | None, float | None]:
+    """The fields of `Totals`."""
     latencies = [sum(column) for column in zip(*(row["latencies"] for row in rows), strict=True)]
-    return EndpointHistory(
-        name,
+    return (
         sum(row["successes"] for row in rows),
         sum(row["failures"] for row in rows),
         _quantile_ms(latencies, 0.5),
         _quantile_ms(latencies, 0.99),
-        list(map(_point, rows)),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from outbox.core.delivery.delivery_history import HISTORY_INTERVAL_S
@@ -16,6 +18,8 @@ HISTORIES_PAGE, HISTORIES_PAGE_MAX = 50, 100
 
 
 class HistoryQuery(RequestModel):
+    hours: Annotated[int, Field(ge=1, le=history.KEPT_HOURS)] = history.KEPT_HOURS
+    """Only the last hours."""
     hourly: bool = False
     """Intervals of an hour instead of five minutes."""
 
@@ -38,7 +42,10 @@ class HistoriesQuery(EndpointsQuery):
 )
 async def _total(call: Call[HistoryQuery, None]) -> History:
     return await call.run(
-        history.read_history, tenant=call.tenant, interval_s=call.query.interval_s
+        history.read_history,
+        tenant=call.tenant,
+        hours=call.query.hours,
+        interval_s=call.query.interval_s,
     )
 
 
@@ -68,5 +75,8 @@ async def _list(call: Call[HistoriesQuery, None]) -> Page[EndpointHistory]:
 )
 async def _of_endpoint(call: Call[HistoryQuery, None]) -> History:
     return await call.run(
-        history.read_history, endpoint=call.path["name"], interval_s=call.query.interval_s
+        history.read_history,
+        endpoint=call.path["name"],
+        hours=call.query.hours,
+        interval_s=call.query.interval_s,
     )
