@@ -55,6 +55,17 @@ class Visitor:
         place = inside or self.page
         await place.get_by_role("button", name=name, exact=True).first.click()
 
+    async def choose(self, name: str) -> None:
+        """Choose a further action in the menu of an endpoint."""
+        await self.main.locator("details.menu > summary").click()
+        await self.main.locator("details.menu").get_by_text(name, exact=True).click()
+
+    async def filter_by(self, text: str) -> None:
+        """Type filters into the search field of a list."""
+        field = self.main.get_by_role("combobox", name="Filters")
+        await field.fill(text)
+        await field.press("Enter")
+
     async def wait_for(self, what: Locator | str) -> None:
         """Wait until something is visible."""
         found = self.page.get_by_text(what).first if isinstance(what, str) else what

@@ -142,13 +142,15 @@ class ReplayJob:
     open: int
     """Endpoints that are not completed."""
     taken: int
-    """Deliveries created."""
+    """Deliveries created: each has its sequence number in a lane."""
     erased: int
     """Deliveries skipped, because their events are erased."""
     done: int
-    """Progress, of `all`: deliveries of dead letters, or outbox ids of a backfill, which a
-    tenant's token sees as a percentage."""
+    """How much of `all` is processed.  Of dead letters: deliveries, those created and those
+    skipped.  Of a backfill: outbox ids searched, of which few may be deliveries."""
     all: int
+    """What `done` counts up to.  Of dead letters: deliveries.  Of a backfill: the outbox ids of its
+    range, whatever they are; for a tenant's token 100, and `done` is a percentage."""
     stopped: dict[str, int]
     """Endpoints where the job ended early, by reason."""
 

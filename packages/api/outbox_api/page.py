@@ -2,11 +2,15 @@
 
 The files contain no data; the UI reads data from the API with the user's token.  The
 Content-Security-Policy forbids other hosts and inline scripts.
+
+They are compressed once.  Comments of scripts stay behind; lines keep their numbers.
 """
 
 from __future__ import annotations
 
+import gzip
 import mimetypes
+import re
 from hashlib import sha256
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -36,7 +40,10 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     # no-cache: browsers revalidate by ETag, so that a new version is used at once.
     "Cache-Control": "no-cache",
+    "Vary": "Accept-Encoding",
 }
+ACCEPTS_GZIP = re.compile(r"(?:^|,)\s*gzip\s*(?:$|,|;(?!\s*q=0(?:\.0*)?\s*(?:$|,)))", re.IGNORECASE)
+COMMENT_LINE = re.compile(rb"^[ \t]*//.*$", re.MULTILINE)
 
 
 def add_routes(application: web.Application) -> None:
@@ -59,13 +66,31 @@ def _files(folder: Traversable, prefix: str) -> list[tuple[str, bytes]]:
 
 
 def _handler(name: str, content: bytes) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    kind = {".js": "text/javascript"}.get(name[name.rfind(".") :]) or mimetypes.guess_type(name)[0]
-    etag = f'"{sha256(content).hexdigest()[:32]}"'
-    headers = {**HEADERS, "ETag": etag, "Content-Type": f"{kind}; charset=utf-8"}
+    suffix = name[name.rfind(".") :]
+    kind = {".js": "text/javascript"}.get(suffix) or mimetypes.guess_type(name)[0]
+    if suffix == ".js":
+        content = COMMENT_LINE.sub(b"", content)
+    plain = _Version(content, {"Content-Type": f"{kind}; charset=utf-8"})
+    compressed = _Version(
+        gzip.compress(content, mtime=0), {**plain.headers, "Content-Encoding": "gzip"}
+    )
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        if request.headers.get("If-None-Match") == etag:
-            return web.Response(status=304, headers=headers)
-        return web.Response(body=content, headers=headers)
+        accepted = request.headers.get("Accept-Encoding", "")
+        return (compressed if ACCEPTS_GZIP.search(accepted) else plain).response(request)
 
     return handle
+
+
+class _Version:
+    """A file as it is sent."""
+
+    def __init__(self, body: bytes, headers: dict[str, str]) -> None:
+        self._body = body
+        self._etag = f'"{sha256(body).hexdigest()[:32]}"'
+        self.headers = {**HEADERS, **headers, "ETag": self._etag}
+
+    def response(self, request: web.Request) -> web.Response:
+        if request.headers.get("If-None-Match") == self._etag:
+            return web.Response(status=304, headers=self.headers)
+        return web.Response(body=self._body, headers=self.headers)

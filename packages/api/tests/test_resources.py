@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from outbox.operations import journal
 from outbox_api import status
 from outbox_doctor.verify import audit
 from tests.support.api import make_token, serving
@@ -170,8 +171,26 @@ async def test_the_journal_is_filtered_by_kind_actor_and_time(database: Database
     assert await kinds(until="1h") == set()
     assert await kinds(until="1h", endpoint="shop") == set()
     assert len(await api.items("/v1/journal", limit=2, kind="endpoint_retried")) == 3
-    for wrong in ({"kind": ""}, {"since": "yesterday"}):
+    for wrong in ({"kind": ""}, {"since": "yesterday"}, {"by": "ann"}):
         assert (await api.get("/v1/journal", **wrong)).status == 422
+
+
+async def test_the_journal_is_filtered_by_who_made_an_entry(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await add_endpoint(database, "shop")
+    await fetchval(
+        database,
+        """INSERT INTO journal (kind, actor)
+           SELECT 'sequencing_stopped', 'replica 7' FROM generate_series(1, 6) RETURNING id""",
+    )
+    monkeypatch.setattr(journal, "SCANNED_MAX", 4)
+    added, token = await api.items("/v1/journal", limit=2, by="people")
+    assert (added["kind"], token["kind"]) == ("endpoint_added", "token_added")
+    assert len(await api.items("/v1/journal", limit=2, by="relays")) == 6
+    assert len(await api.items("/v1/journal", limit=2, by="all")) == 8
+    page = (await api.get("/v1/journal", by="people")).json
+    assert (page["items"], page["next"]) == ([], str(added["id"] + 3))
 
 
 # ------------------------------------------------------------------- tokens

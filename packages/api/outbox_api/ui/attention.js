@@ -43,12 +43,12 @@ function blockedItem(each, at) {
 }
 
 // One item for the endpoint's lane that fails longest; degraded endpoints have other lanes that deliver.
-function failingItem(each) {
+function failingItem(each, at) {
   const { failing } = each;
   const last = responseLine(failing.last_response);
   const rejecting = each.health?.state === "rejecting";
   return { rank: rejecting ? 3 : each.condition === "degraded" ? 5 : 4, key: `failing ${each.name}`, text: [endpointLink(each),
-    `: ${rejecting ? "its receiver refuses every delivery," : plural(each.failing_lanes, "lane is failing", "lanes are failing")} after `,
+    `: ${rejecting ? "its receiver refuses every delivery" : plural(each.failing_lanes, "lane is failing", "lanes are failing")}${each.failing_since ? ` for ${duration((Date.parse(at) - Date.parse(each.failing_since)) / 1000)}` : ""}, after `,
     `${plural(failing.attempts, "attempt")}${last ? `, last response ${last}` : ""}; ${plural(each.pending, "delivery", "deliveries")} pending. `,
     failing.event && h("a", { href: link("trace", [failing.event]) }, "Trace the event")],
   action: [retryAction(each.name),
@@ -66,7 +66,7 @@ function pausedItem(each, at) {
 
 const itemsOf = (each, at) => [
   each.blocked_lanes > 0 && blockedItem(each, at),
-  each.state === "active" && each.failing && failingItem(each),
+  each.state === "active" && each.failing && failingItem(each, at),
   each.state === "paused" && each.pending > 0 && pausedItem(each, at),
   each.state === "disabled" && each.pending > 0 && { rank: 5, key: `disabled ${each.name}`,
     text: [endpointLink(each), `: disabled, with ${plural(each.pending, "delivery", "deliveries")} pending.`], action: null },

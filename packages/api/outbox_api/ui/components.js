@@ -1,7 +1,8 @@
 // Shared components: badges, tables, times, buttons.
 
 import { session } from "./api.js";
-import { h } from "./dom.js";
+import { copyFrom } from "./clipboard.js";
+import { h, svg } from "./dom.js";
 import { ago, count, plural, time } from "./format.js";
 import { readable } from "./json.js";
 
@@ -29,12 +30,13 @@ export function condition(each, lanes, title) {
 // Only operators can run commands: hints that name a command are for them.
 export const isOperator = () => session.tenant === null && session.may("operate");
 
+export const columnHead = (head) => h("th", { scope: "col", class: head.startsWith("#") ? "number" : null, "data-head": head.replace(/^#/, "") }, head.replace(/^#/, ""));
+
 export function table(heads, rows, empty) {
   if (!rows.length) return h("p", { class: "empty" }, empty);
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table" },
     h("table", null,
-      h("thead", null, h("tr", null, heads.map((head) => h("th", { scope: "col", class: head.startsWith("#") ? "number" : null },
-        head.replace(/^#/, ""))))),
+      h("thead", null, h("tr", null, heads.map(columnHead))),
       h("tbody", null, rows)));
 }
 
@@ -54,6 +56,40 @@ export const when = (at) => (at ? h("time", { datetime: at, title: time(at) }, a
 
 // A text on one line, which is whole in its tooltip.
 export const oneLine = (text, more = "") => h("span", { class: `cut ${more}`.trim(), title: text }, text);
+
+const copyIcon = () => svg("svg", { class: "icon", viewBox: "0 0 16 16", width: 13, height: 13, "aria-hidden": "true" },
+  svg("rect", { x: 5.5, y: 5.5, width: 8, height: 9, rx: 1.5 }), svg("path", { d: "M3.5 10.5h-1v-9h8v1" }));
+
+// Title of a view, with what can be done beside it.
+export const heading = (title, ...actions) => h("header", { class: "head" }, h("h1", null, title), h("div", { class: "actions" }, actions));
+
+// The first characters of an id, which is whole in its tooltip, and copied with a button beside it.
+export const idLink = (id, href, onclick) => h("span", { class: "ident" },
+  h("a", { class: "id", href, title: id, onclick }, h("code", null, `${id.slice(0, 8)}…`)),
+  h("button", { type: "button", class: "copy", "aria-label": `Copy ${id}`, title: "Copy", onclick: (event) => copyFrom(event.currentTarget, id) }, copyIcon()));
+
+// Arrow keys go from row to row of a list, in the same column.
+export function moveByArrow(event) {
+  const step = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" }[event.key];
+  const cell = step && event.target.closest?.("tbody td");
+  const next = cell?.parentElement[step]?.children[cell.cellIndex]?.querySelector("a, button, input, summary");
+  if (!next) return;
+  event.preventDefault();
+  next.focus();
+}
+
+// Further actions; the menu closes after a choice, a click elsewhere, or Esc.
+export function menu(label, ...items) {
+  return h("details", { class: "menu" }, h("summary", { class: "button" }, label), h("div", { class: "items" }, items));
+}
+
+export function closeMenus(event) {
+  for (const each of document.querySelectorAll("details.menu[open]")) {
+    if (event.type === "keydown" ? event.key !== "Escape" : each.querySelector("summary").contains(event.target)) continue;
+    each.open = false;
+    if (event.type === "keydown") each.querySelector("summary").focus();
+  }
+}
 
 // A filter that is set; a click removes it.
 export const chip = (text, onclick) => h("button", { type: "button", class: "chip", "aria-label": `Remove the filter ${text}`, onclick },

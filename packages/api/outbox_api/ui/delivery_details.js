@@ -1,6 +1,6 @@
 // One delivery of a trace: what can be done with it, where it is, and its attempts.
 
-import { badge, button, code, definitionList, row, table } from "./components.js";
+import { badge, button, code, definitionList, row, table, when } from "./components.js";
 import { discardOne, replayOne } from "./dead_letter_actions.js";
 import { h } from "./dom.js";
 import { sendAgain } from "./event_actions.js";
@@ -31,7 +31,7 @@ export const deliveryFacts = (each) => definitionList([["X-Delivery", h("code", 
 export function attempts(each, { narrow = false } = {}) {
   const heads = narrow ? NARROW_ATTEMPTS : ATTEMPTS;
   return table(heads, each.attempts.map((attempt) => row([
-    String(attempt.attempt), h("time", { datetime: attempt.started_at }, time(attempt.started_at)),
+    String(attempt.attempt), narrow ? when(attempt.started_at) : h("time", { datetime: attempt.started_at }, time(attempt.started_at)),
     duration(attempt.elapsed_ms / 1000), badge(attempt.outcome),
     h("details", null, h("summary", null, `${attempt.status ?? ""} ${attempt.error ?? ""}`.trim() || "–"), attempt.response && code(attempt.response)),
     String(attempt.replica_id ?? "")].slice(0, heads.length), heads)), "No attempts yet.");

@@ -4,7 +4,7 @@ import { get, name, session } from "./api.js";
 import { badge, code } from "./components.js";
 import { requestText } from "./curl.js";
 import { attempts, deliveryActions, deliveryFacts } from "./delivery_details.js";
-import { copyButton } from "./dialogs.js";
+import { copyButton } from "./clipboard.js";
 import { h, show } from "./dom.js";
 import { count } from "./format.js";
 import { live } from "./live.js";

@@ -1,5 +1,6 @@
 // Dialogs, notices and the result of actions.
 
+import { copyButton } from "./clipboard.js";
 import { h, show } from "./dom.js";
 import { sentence } from "./format.js";
 
@@ -81,27 +82,6 @@ export async function runAction(request, success) {
   dispatchEvent(new Event("acted"));
   return result;
 }
-
-// navigator.clipboard needs a secure context; execCommand copies a selection without one.
-async function copy(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch {
-    const area = h("textarea", { class: "away", "aria-hidden": "true" }, text);
-    // A modal dialog keeps the focus inside of it.
-    (document.querySelector("dialog[open]") ?? document.body).append(area);
-    area.select();
-    document.execCommand("copy");
-    area.remove();
-  }
-}
-
-export const copyButton = (label, text) => h("button", { type: "button", onclick: async (event) => {
-  const { target } = event;
-  await copy(text);
-  target.textContent = "Copied";
-  setTimeout(() => { target.textContent = label; }, 4000);
-} }, label);
 
 // A read-only text with a copy button.
 export function copyable(label, text) {

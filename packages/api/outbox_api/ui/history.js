@@ -1,23 +1,51 @@
-// Delivery history of the last 24 hours: charts of successes, failures and latencies, and sparklines.
+// Delivery history of up to 24 hours: charts of successes, failures and latencies, and sparklines.
 
+import { get } from "./api.js";
 import { axisMax, widthInPixels } from "./chart.js";
+import { tryRequest } from "./dialogs.js";
 import { h, svg } from "./dom.js";
 import { axisLabel, count, duration, time } from "./format.js";
 import { occasionally } from "./live.js";
 
-const DAY_MS = 86400000;
 const HOUR_MS = 3600000;
 // Intervals are five minutes long.
 const EVERY_MS = 60000;
-const HEIGHT = 130;
+const HEIGHT = 110;
 const LEFT = 58;
 const RIGHT = 4;
 const BOTTOM = 20;
 const TOP = 8;
 const SPARK = { width: 96, height: 22 };
 
+// In hours.
+const RANGES = [1, 6, 24];
+// The range that the visitor has chosen; null: what exists is shown.
+let chosen = null;
+
 // Reads histories, which take longer than the state: for `details` of a live view.
 export const readHistory = (read) => occasionally(EVERY_MS, read);
+
+// The charts of a path of the API; `redraw` is called when they have changed.
+export function rangedHistory(path, redraw) {
+  let history = null;
+  async function load(signal) {
+    history = await get(path, { hours: chosen ?? RANGES.at(-1) }, signal);
+    redraw();
+  }
+  async function choose(hours) {
+    chosen = hours;
+    await tryRequest(load);
+  }
+  return { read: readHistory(load), value: () => history, charts: (now) => charts(history, now, choose) };
+}
+
+// The hours that are shown: what was chosen, or the shortest range with all that exists.
+function shownHours(history, now) {
+  const [first] = history.items;
+  return chosen ?? RANGES.find((hours) => first && Date.parse(first.at) > now - hours * HOUR_MS) ?? RANGES.at(-1);
+}
+
+export const rangeName = (hours) => (hours === 1 ? "hour" : `${hours} hours`);
 
 export const sum = (items, field) => items.reduce((total, each) => total + each[field], 0);
 
@@ -29,20 +57,20 @@ export function percent(successes, failures) {
 
 export const milliseconds = (ms) => (ms === null ? "–" : duration(ms / 1000));
 
-function frame(title, legend, label, max, format, now, shapes) {
+function frame(title, legend, label, max, format, { now, hours }, shapes) {
   const width = widthInPixels();
   const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / max);
-  const x = (at) => LEFT + (width - LEFT - RIGHT) * (1 - (now - at) / DAY_MS);
+  const x = (at) => LEFT + (width - LEFT - RIGHT) * (1 - (now - at) / (hours * HOUR_MS));
   const grid = [0, max / 2, max].map((value) => [
     svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
     svg("text", { class: "tick", x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, format(value)),
   ]);
-  const ticks = [[1, "start", "24 h ago"], [0.5, "middle", "12 h ago"], [0, "end", "now"]].map(([share, anchor, text]) => svg("text", {
-    class: "tick", x: x(now - share * DAY_MS), y: HEIGHT - 4, "text-anchor": anchor }, text));
+  const ticks = [[1, "start"], [0.5, "middle"], [0, "end"]].map(([share, anchor]) => svg("text", {
+    class: "tick", x: x(now - share * hours * HOUR_MS), y: HEIGHT - 4, "text-anchor": anchor }, share ? `${share * hours < 1 ? "30 min" : `${share * hours} h`} ago` : "now"));
   return h("figure", { class: "chart day" },
     h("figcaption", null, title, h("span", { class: "legend" }, legend.map(([kind, name, value]) => h("span", { class: kind }, name, " ", h("b", null, value))))),
     svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `${title}: ${label}`, preserveAspectRatio: "none" },
-      grid, ticks, shapes(x, y)));
+      grid, ticks, shapes(x, y) ?? svg("text", { class: "tick", x: (LEFT + width) / 2, y: y(max / 2) - 6, "text-anchor": "middle" }, "none counted yet")));
 }
 
 // Left and right edge of an interval in a chart.
@@ -57,12 +85,11 @@ function tooltip([left, right], text) {
 }
 
 // Bars of successes with the failures on top of them.
-function deliveries(history, now) {
-  const { items } = history;
-  const [good, bad] = [sum(items, "successes"), sum(items, "failures")];
+function deliveries(history, { now, hours }) {
+  const { items, successes: good, failures: bad } = history;
   const max = axisMax(Math.max(0, ...items.map((each) => each.successes + each.failures)));
-  return frame("Last 24 hours", [["g", "delivered", count(good)], ["r", "failed requests", count(bad)]],
-    `${count(good)} delivered, ${count(bad)} failed requests`, max, axisLabel, now, (x, y) => items.map((each) => {
+  return frame(`Last ${rangeName(hours)}`, [["g", "delivered", count(good)], ["r", "failed requests", count(bad)]],
+    `${count(good)} delivered, ${count(bad)} failed requests`, max, axisLabel, { now, hours }, (x, y) => (items.length ? items.map((each) => {
       const [left, right] = edges(x, each, history, now);
       const width = Math.max(right - left - 0.4, 0.8).toFixed(1);
       const top = y(each.successes + each.failures);
@@ -72,24 +99,24 @@ function deliveries(history, now) {
         each.successes > 0 && svg("rect", { class: "g", x: left.toFixed(1), y: (top + failed).toFixed(1), width, height: Math.max(y(0) - top - failed, 0.5).toFixed(1) }),
         failed > 0 && svg("rect", { class: "r", x: left.toFixed(1), y: top.toFixed(1), width, height: failed.toFixed(1) }),
         tooltip([left, right], `${time(each.at)}: ${count(each.successes)} delivered, ${count(each.failures)} failed requests`));
-    }));
+    }) : null));
 }
 
-function latencies(history, now) {
+// The values beside the title are of the whole range, as in the list of endpoints.
+function latencies(history, { now, hours }) {
   const known = history.items.filter((each) => each.p50_ms !== null);
   const max = axisMax(Math.max(0, ...known.map((each) => each.p99_ms)));
-  const newest = known.at(-1);
   const half = history.interval_s * 500;
   const line = (kind, field) => (x, y) => svg("g", { class: `line ${kind}` }, runs(known, history.interval_s * 1000).map((run) => {
     const points = run.map((each) => [x(Math.min(Date.parse(each.at) + half, now)).toFixed(1), y(each[field]).toFixed(1)]);
     return points.length === 1 ? svg("circle", { cx: points[0][0], cy: points[0][1], r: 2 }) : svg("polyline", { points: points.join(" ") });
   }));
-  const values = newest ? [milliseconds(newest.p50_ms), milliseconds(newest.p99_ms)] : ["–", "–"];
+  const values = [milliseconds(history.p50_ms), milliseconds(history.p99_ms)];
   return frame("Duration of successful requests", [["b", "median", values[0]], ["c", "99th percentile", values[1]]],
-    newest ? `most recently median ${values[0]}, 99th percentile ${values[1]}` : "no request yet",
-    max, (value) => (value ? milliseconds(value) : "0"), now, (x, y) => [line("b", "p50_ms")(x, y), line("c", "p99_ms")(x, y),
+    known.length ? `median ${values[0]}, 99th percentile ${values[1]}` : "no successful request",
+    max, (value) => (value ? milliseconds(value) : "0"), { now, hours }, (x, y) => (known.length ? [line("b", "p50_ms")(x, y), line("c", "p99_ms")(x, y),
       known.map((each) => tooltip(edges(x, each, history, now),
-        `${time(each.at)}: median ${milliseconds(each.p50_ms)}, 99th percentile ${milliseconds(each.p99_ms)}`))]);
+        `${time(each.at)}: median ${milliseconds(each.p50_ms)}, 99th percentile ${milliseconds(each.p99_ms)}`))] : null));
 }
 
 // Neighbouring intervals; no line connects two runs.
@@ -103,26 +130,15 @@ function runs(items, span) {
   return found;
 }
 
-// Both charts; `now` is in ms by the server's clock.  Before the history is read, their place is kept.
-export function dayCharts(history, now) {
-  if (!history) return h("div", { class: "charts", "aria-busy": "true" }, h("figure", { class: "chart day" }), h("figure", { class: "chart day" }));
-  if (!history.items.length) return h("p", { class: "empty" }, "No requests in the last 24 hours.");
-  return h("div", { class: "charts" }, deliveries(history, now), latencies(history, now));
-}
+const ranges = (hours, choose) => h("div", { class: "ranges", role: "group", "aria-label": "Range of the charts" }, RANGES.map((each) => h("button", {
+  type: "button", class: "plain", "aria-pressed": String(each === hours), disabled: !choose, onclick: () => choose(each) }, `${each} h`)));
 
-// A line of the 99th percentile by the hour; `items` are hourly.
-export function latencySparkline(items, now) {
-  const { width, height } = SPARK;
-  const first = Math.floor(now / HOUR_MS) - 23;
-  const known = items.filter((each) => each.p99_ms !== null && Date.parse(each.at) >= first * HOUR_MS);
-  const worst = Math.max(0, ...known.map((each) => each.p99_ms));
-  const max = Math.max(1, worst);
-  const lines = runs(known, HOUR_MS).map((run) => {
-    const points = run.map((each) => [(Math.floor(Date.parse(each.at) / HOUR_MS) - first) * 4 + 1.5, (height - 2 - (each.p99_ms / max) * (height - 4)).toFixed(1)]);
-    return points.length === 1 ? svg("circle", { cx: points[0][0], cy: points[0][1], r: 1.5 }) : svg("polyline", { points: points.join(" ") });
-  });
-  return svg("svg", { class: "spark line c", viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
-    "aria-label": `99th percentile by the hour: at most ${milliseconds(worst)}, most recently ${milliseconds(known.at(-1)?.p99_ms ?? null)}` }, lines);
+// Both charts; `now` is in ms by the server's clock.  Before the history is read, their place is kept.
+function charts(history, now, choose) {
+  if (!history) return h("div", { class: "past-charts", "aria-busy": "true" }, ranges(chosen), h("div", { class: "charts" }, h("figure", { class: "chart day" }), h("figure", { class: "chart day" })));
+  const hours = shownHours(history, now);
+  const given = { now, hours };
+  return h("div", { class: "past-charts" }, ranges(hours, choose), h("div", { class: "charts" }, deliveries(history, given), latencies(history, given)));
 }
 
 // One bar for each hour; `items` are hourly.

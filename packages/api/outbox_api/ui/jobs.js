@@ -7,7 +7,7 @@ import { link } from "./router.js";
 import { count, plural } from "./format.js";
 import { runAction } from "./dialogs.js";
 
-const HEADS = ["Job", "State", "Replays", "Requested", "Progress", ""];
+const HEADS = ["Job", "State", "Replays", "Requested", "Deliveries", ""];
 const SHOWN_MAX = 20;
 
 // All deliveries have a sequence number in their lanes; some are still pending.
@@ -22,15 +22,19 @@ export async function load(signal) {
   return { all, blocked: live.endpoints.filter((each) => each.lanes.some((lane) => lane.blocked)).map((each) => each.name) };
 }
 
-function progress(job, blocked) {
+// A backfill knows how much it has searched, not how many deliveries it will find.
+function deliveries(job, blocked) {
   if (isDelivering(job)) {
     const affected = job.endpoint ? blocked.filter((each) => each === job.endpoint) : blocked;
-    return h("span", null, `all ${count(job.all)} queued in their lanes, pending at ${plural(job.open, "endpoint")}`,
+    return h("span", null, `all ${count(job.taken)} queued in their lanes, pending at ${plural(job.open, "endpoint")}`,
       affected.length ? ["; blocked lanes at ", affected.map((each, n) => [n ? ", " : "", h("a", { href: link("endpoint", [each]) }, each)])] : null);
   }
   const stopped = Object.entries(job.stopped ?? {}).map(([reason, n]) => `; stopped early at ${plural(n, "endpoint")}: ${reason}`).join("");
-  if (!job.all) return count(job.taken);
-  return h("span", null, h("progress", { max: job.all, value: job.done, "aria-label": "Progress" }), ` ${count(job.done)} of ${count(job.all)}${stopped}`);
+  const runs = job.state === "running" && job.all > 0;
+  const taken = job.kind === "dead" && job.all ? `${count(job.taken)} of ${plural(job.all, "delivery", "deliveries")}` : plural(job.taken, "delivery", "deliveries");
+  const erased = job.erased ? `, ${count(job.erased)} erased` : "";
+  const searched = runs && job.kind === "history" ? `, about ${Math.floor(100 * job.done / job.all)} % searched` : "";
+  return h("span", null, runs && h("progress", { max: job.all, value: job.done, "aria-label": "Progress" }), ` ${taken}${erased}${searched}${stopped}`);
 }
 
 function subject(job) {
@@ -44,7 +48,7 @@ export function draw({ all, blocked }) {
     String(job.id), badge(isDelivering(job) ? "delivering" : job.state),
     subject(job),
     h("span", null, when(job.requested_at), ` by ${job.requested_by}`),
-    progress(job, blocked),
+    deliveries(job, blocked),
     job.state === "running" ? button("Abort", () => runAction(() => post(`/v1/replays/${job.id}/abort`), `Job ${job.id} is aborted.`)) : null,
   ], HEADS, job.id)), ""));
 }

@@ -1,9 +1,8 @@
-// Paginated listings and their filters.
+// Paginated listings.
 
 import { get } from "./api.js";
-import { chip } from "./components.js";
 import { h, show } from "./dom.js";
-import { field, tryRequest } from "./dialogs.js";
+import { tryRequest } from "./dialogs.js";
 import { sentence } from "./format.js";
 import { live, permanent } from "./live.js";
 
@@ -74,35 +73,4 @@ export function follow(place, list, { costly = false } = {}) {
     if (complete || list.isPaged()) await get("/v1/me", {}, signal);
     else complete = !await list.load(signal) || costly;
   }, { every: REFRESH_MS });
-}
-
-const TIMES = { since: "e.g. 2h", until: "now" };
-
-// One chip per filter that is set; a click removes it.
-function chips(fields, values, onChange) {
-  const set = fields.filter(([id]) => values[id]);
-  return set.length ? h("p", { class: "chips" }, set.map(([id, label, options]) => {
-    const text = options?.find(([value]) => value === values[id])?.[1] ?? values[id];
-    const { [id]: _, ...rest } = values;
-    return chip(`${label}: ${text}`, () => onChange(rest));
-  })) : null;
-}
-
-// Filter form of a listing.  `onChange` puts the values into the URL, so that it can be shared.
-export function filters(fields, values, onChange) {
-  const form = h("form", {
-    class: "filters", role: "search",
-    onsubmit: (event) => {
-      event.preventDefault();
-      onChange(Object.fromEntries([...new FormData(form)].filter(([, value]) => value.trim())));
-    },
-  }, fields.map(([id, label, options]) => field(label, options
-    ? h("select", { name: id, onchange: () => form.requestSubmit() }, options.map(([value, text]) => h("option", {
-      value, selected: (values[id] ?? options[0][0]) === value }, text)))
-    : h("input", { name: id, value: values[id] ?? "", autocomplete: "off", spellcheck: "false",
-      placeholder: TIMES[id],
-      title: TIMES[id] ? "An age such as 2h or 3d, or a time such as 2026-01-31T12:00Z" : null }))),
-    h("div", { class: "actions" }, h("button", { type: "submit", class: "main" }, "Apply"),
-      Object.keys(values).length ? h("button", { type: "button", onclick: () => onChange({}) }, "Clear") : null));
-  return h("div", null, form, chips(fields, values, onChange));
 }

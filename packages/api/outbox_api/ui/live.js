@@ -24,7 +24,7 @@ function showRefusal(place, error, missing, otherwise) {
 }
 
 // Call `refresh(signal, acted)` periodically, and at once after an action (`acted` is true then).
-// Returns a function that stops it.  `missing` is the text for a 404, and
+// Returns a function that stops it.  `every` is in ms, or returns them.  `missing` is the text for a 404, and
 // `otherwise(error)` returns elements below it.  `details(signal, acted)` reads
 // what takes longer, after `refresh` has painted: the data shown is as of the end of `refresh`.
 export function live(place, refresh, { every = EVERY_MS, missing, otherwise, details } = {}) {
@@ -40,7 +40,7 @@ export function live(place, refresh, { every = EVERY_MS, missing, otherwise, det
     busy = true;
     const afterAction = acted;
     acted = false;
-    let wait = every;
+    let wait = typeof every === "function" ? every() : every;
     const signal = () => AbortSignal.any([ended.signal, AbortSignal.timeout(TIMEOUT_MS)]);
     try {
       await refresh(signal(), afterAction);

@@ -4,6 +4,7 @@ import { Problem, get, session } from "./api.js";
 import { indicatorElement, resetConnection } from "./connection.js";
 import { showLogin } from "./login.js";
 import { h, show } from "./dom.js";
+import { closeMenus, moveByArrow } from "./components.js";
 import { confirm, notice } from "./dialogs.js";
 import { currentRoute, link, canonicalLink } from "./router.js";
 import { visible } from "./text.js";
@@ -140,6 +141,7 @@ async function showShortcuts() {
   await confirm("Keyboard shortcuts", h("dl", { class: "facts keys" },
     menu().map(([, , label, key]) => h("div", null, h("dt", null, h("kbd", null, "g"), " ", h("kbd", null, key)), h("dd", null, label))),
     h("div", null, h("dt", null, h("kbd", null, "/")), h("dd", null, "Search")),
+    h("div", null, h("dt", null, h("kbd", null, "↑"), " ", h("kbd", null, "↓")), h("dd", null, "From row to row of a list")),
     h("div", null, h("dt", null, h("kbd", null, "?")), h("dd", null, "Show this list"))), { yes: "Close", no: null });
 }
 
@@ -161,12 +163,15 @@ document.addEventListener("keydown", (event) => {
     event.preventDefault();
     const search = () => document.querySelector(".find input");
     // Focus at once if the form exists: the next keys belong to it.
-    if (["events", "deliveries"].includes(currentRoute().place) && search()) return void search().focus();
+    if (search()) return void search().focus();
     location.hash = "#/events";
     setTimeout(() => search()?.focus());
   }
 });
 
+document.addEventListener("click", closeMenus);
+document.addEventListener("keydown", closeMenus);
+document.addEventListener("keydown", moveByArrow);
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   document.getElementById("main").focus();

@@ -1,5 +1,6 @@
 // One field for several filters: each is a chip before the text that is typed.
 
+import { session } from "./api.js";
 import { chip } from "./components.js";
 import { h } from "./dom.js";
 
@@ -8,26 +9,27 @@ const UUID = /^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$/i;
 
 const unquoted = (text) => text.replace(/^"|"$/g, "");
 
-// The filters that a text names, `status:5xx failed order-7`; words without a name are an id or a key.
-export function parseFilters(text, names, flags) {
+// The filters that a text names, `status:5xx failed order-7`; `bare` is what words without a name are, unless they are an event's id.
+function parseFilters(text, { names, flags, bare }) {
   const values = {};
   for (const [word, name, value] of text.matchAll(TOKEN)) {
     if (name && names.includes(name.toLowerCase())) values[name.toLowerCase()] = unquoted(value);
     else if (flags.includes(word.toLowerCase())) values[word.toLowerCase()] = "true";
-    else if (UUID.test(word)) values.event = word;
-    else values.key = [values.key, unquoted(word)].filter(Boolean).join(" ");
+    else if (UUID.test(word) && names.includes("event")) values.event = word;
+    else values[bare] = [values[bare], unquoted(word)].filter(Boolean).join(" ");
   }
   return values;
 }
 
-// `values` are the filters that are set; `onChange` puts others into the URL. `examples` are offered while typing.
-export function searchField(names, flags, values, examples, onChange) {
+// `values` are the filters that are set; `onChange` gets others.  `examples` are offered while typing.  Only system tokens name a tenant.
+export function searchField({ names: all, flags = [], bare, values, examples = [], placeholder, onChange }) {
+  const names = all.filter((each) => each !== "tenant" || session.tenant === null);
   const without = (name) => Object.fromEntries(Object.entries(values).filter(([each]) => each !== name));
   const set = [...names, ...flags].filter((name) => values[name]);
   const text = (name) => (flags.includes(name) ? name : `${name}:${values[name]}`);
   const input = h("input", {
     name: "filters", list: "filter-examples", autocomplete: "off", spellcheck: "false", "aria-label": "Filters",
-    placeholder: set.length ? "" : "status:5xx, failed, order-7, since:2h …",
+    placeholder: set.length ? "" : placeholder,
     onkeydown: (event) => {
       // The last chip can be edited again.
       if (event.key !== "Backspace" || input.value || !set.length) return;
@@ -39,10 +41,10 @@ export function searchField(names, flags, values, examples, onChange) {
     class: "search find", role: "search",
     onsubmit: (event) => {
       event.preventDefault();
-      if (input.value.trim()) onChange({ ...values, ...parseFilters(input.value, names, flags) });
+      if (input.value.trim()) onChange({ ...values, ...parseFilters(input.value, { names, flags, bare }) });
     },
   }, h("div", { class: "searched" },
     set.map((name) => chip(text(name), () => onChange(without(name)))), input),
   h("datalist", { id: "filter-examples" }, examples.map((each) => h("option", { value: each }))),
-  h("button", { type: "submit", class: "main" }, "Search"));
+  h("button", { type: "submit" }, "Search"));
 }

@@ -15,8 +15,8 @@ const UNPROCESSED = [408, 421, 425, 429, 502, 503, 504];
 const refill = (endpoint) => button("Refill", () => endpointActions.refill(endpoint), { title: "Append again what the stream has lost" });
 const adopt = (endpoint) => button("Adopt", () => endpointActions.adopt(endpoint), { title: "Continue with the stream as it is" });
 
-export const retryAction = (endpoint) => button("Retry now", () => endpointActions.retryNow(endpoint),
-  { title: "Reset the circuit breaker and the retry times of the lanes" });
+export const retryAction = (endpoint, kind = "") => button("Retry now", () => endpointActions.retryNow(endpoint),
+  { kind, title: "Reset the circuit breaker and the retry times of the lanes" });
 
 // Null: its broker is at fault.
 export const pauseAction = (endpoint, last) => (OF_BROKERS.includes(last?.failure) ? null

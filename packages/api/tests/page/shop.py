@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
+READING = {"Search", "Load more", "Trace", "", "1 h", "6 h", "24 h", "More"}
+"""Buttons that change nothing."""
 RETRY = {"base_s": 0.02, "factor": 1.0, "cap_s": 0.1, "attempts_max": 10_000}
 
 

@@ -131,7 +131,7 @@ async def test_a_job_with_pending_deliveries_is_not_shown_as_done(database: Data
 
 async def test_a_tenant_does_not_see_the_ownership_history(database: Database) -> None:
     async with blocked(database, tenant="acme") as visitor:
-        await visitor.open("endpoint/strict")
+        await visitor.open("endpoint/strict/settings")
         await visitor.wait_for("All settings")
         await visitor.wait_until_absent("Ownership history")
 

@@ -50,10 +50,6 @@ async def test_the_last_24_hours_are_shown_at_once(database: Database) -> None:
             "aria-label", f"Last 24 hours: {DELIVERED:,} delivered, {FAILED} failed requests"
         )
         await expect(row).to_contain_text("18 ms, 375 ms")
-        # The newest hour is not over, but none of its intervals has other durations.
-        await expect(row.get_by_role("img", name="99th percentile")).to_have_attribute(
-            "aria-label", "99th percentile by the hour: at most 375 ms, most recently 375 ms"
-        )
         await row.get_by_role("link", name="past").click()
         chart = page.get_by_role("img", name="Last 24 hours")
         await expect(chart).to_have_attribute(
@@ -62,7 +58,7 @@ async def test_the_last_24_hours_are_shown_at_once(database: Database) -> None:
         await expect(chart.locator("rect.r")).to_have_count(12)
         await expect(page.get_by_role("img", name="Duration")).to_have_attribute(
             "aria-label",
-            "Duration of successful requests: most recently median 18 ms, 99th percentile 375 ms",
+            "Duration of successful requests: median 18 ms, 99th percentile 375 ms",
         )
         await visitor.open("overview")
         # With what was delivered meanwhile.
@@ -83,7 +79,7 @@ async def test_the_history_is_read_after_the_first_paint_once_a_minute(database:
             for _ in range(3):
                 async with page.expect_response(f"**/v1/{state}*"):
                     pass
-            histories = [n for n, url in enumerate(requested) if url.endswith("history")]
+            histories = [n for n, url in enumerate(requested) if "history" in url]
             assert len(histories) == 1, requested
             assert any(url.startswith(state) for url in requested[: histories[0]]), requested
 

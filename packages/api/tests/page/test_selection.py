@@ -76,7 +76,7 @@ async def test_a_selection_survives_pages_and_visits_and_a_filter_clears_it(
         await expect(bar.get_by_role("status")).to_have_text(
             "50 selected, 1 of them not on this page."
         )
-        await page.locator("select[name=reason]").select_option("refused")
+        await visitor.filter_by("reason:refused")
         await expect(bar.get_by_role("button", name="Replay")).to_have_count(0)
         await expect(page.locator("tbody input:checked")).to_have_count(0)
 
@@ -115,10 +115,13 @@ async def test_endpoints_on_several_pages_are_paused_and_resumed(database: Datab
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page
 
-        async def two_on_a_page(route: Route) -> None:
-            await route.continue_(url=route.request.url.replace("limit=500", "limit=2"))
+        async def respond_with_two(route: Route) -> None:
+            """As if there were more endpoints than the page reads."""
+            response = await route.fetch()
+            whole = await response.json()
+            await route.fulfill(response=response, json={**whole, "items": whole["items"][:2]})
 
-        await page.route("**/v1/endpoints?*limit=500*", two_on_a_page)
+        await page.route("**/v1/endpoints?*", respond_with_two)
         await visitor.open("endpoints?search=SHOP")
         bar = page.locator(".selection")
         await expect(page.locator("tbody tr")).to_have_count(2)
@@ -129,6 +132,7 @@ async def test_endpoints_on_several_pages_are_paused_and_resumed(database: Datab
         await expect(bar.get_by_role("status")).to_have_text("All 2 on this page are selected.")
         await visitor.press("Select all 4 that match the filter")
         await expect(page.locator("tbody input:checked")).to_have_count(2)
+        await page.unroute("**/v1/endpoints?*")
         await visitor.press("Pause…")
         await visitor.wait_for(visitor.dialog.get_by_text("3 endpoints will be paused."))
         await visitor.wait_for(visitor.dialog.get_by_text("1 endpoint is left as it is:"))
@@ -143,7 +147,7 @@ async def test_endpoints_on_several_pages_are_paused_and_resumed(database: Datab
         ]  # fmt: skip
         assert await fetchval(database, STATES + " WHERE name NOT LIKE 'shop-%'") == ["active"] * 4
         await expect(bar.get_by_role("button")).to_have_count(0)
-        await page.locator("select[name=condition]").select_option("paused")
+        await visitor.filter_by("condition:paused")
         await expect(page).to_have_url(f"{visitor.url}/#/endpoints?search=SHOP&condition=paused")
         await page.get_by_label("Select shop-2").check()
         await visitor.press("Enable…")

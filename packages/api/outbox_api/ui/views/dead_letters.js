@@ -4,16 +4,17 @@ import { discard, replay } from "../dead_letter_actions.js";
 import { get, session } from "../api.js";
 import { h, show } from "../dom.js";
 import * as jobs from "../jobs.js";
-import { filters, pages } from "../listing.js";
+import { pages } from "../listing.js";
 import { live, occasionally, permanent } from "../live.js";
+import { searchField } from "../search_field.js";
 import { rowBox, selection, selectionBar } from "../selection.js";
 import { badge, button, responseLine, row, table, when } from "../components.js";
 import { link } from "../router.js";
 import { count, plural } from "../format.js";
 
 const HEADS = ["", "Id", "Endpoint", "Type", "Key", "Reason", "Last response", "#Attempts", "When", "State"];
-const STATES = [["dead", "dead"], ["replaying", "replaying"], ["replayed", "replayed"], ["dead_again", "dead again"], ["discarded", "discarded"], ["all", "all"]];
-const REASONS = ["", "refused", "exhausted", "expired", "erased", "missing", "skipped", "backlog", "adopted", "disabled", "removed"].map((each) => [each, each || "any"]);
+const STATES = ["dead", "replaying", "replayed", "dead_again", "discarded", "all"];
+const REASONS = ["refused", "exhausted", "expired", "erased", "missing", "skipped", "backlog", "adopted", "disabled", "removed"];
 
 export const sequenceRange = (each) => (each.sequence === each.to_sequence ? String(each.sequence) : `${each.sequence}–${each.to_sequence}`);
 
@@ -60,7 +61,7 @@ export function view(place, _, values) {
       count(each.attempts),
       when(each.at),
       badge(each.state),
-    ], HEADS, each.id)), filtered || (values.state && values.state !== "dead") ? "No dead letters match the filter." : "No dead letters.");
+    ], HEADS, each.id)), filtered || (values.state && values.state !== "dead") ? "No dead letters match the filter." : "No dead letters: deliveries that will not be attempted again are kept here until somebody replays or discards them.");
   }
 
   // Actions on the selected dead letters, or on all that match the filter.
@@ -95,8 +96,9 @@ export function view(place, _, values) {
   }
 
   show(place, h("h1", null, "Dead letters"), summary,
-    filters([["endpoint", "Endpoint"], ["type", "Type"], ["reason", "Reason", REASONS], ["state", "State", STATES], ["since", "Since"], ["until", "Until"],
-      ...(session.tenant === null ? [["tenant", "Tenant"]] : [])], values, (next) => { location.hash = link("dead-letters", [], next); }),
+    searchField({ names: ["endpoint", "type", "reason", "state", "tenant", "since", "until"], bare: "endpoint",
+      values, examples: [...STATES.map((each) => `state:${each}`), ...REASONS.map((each) => `reason:${each}`)], placeholder: "an endpoint; or reason:exhausted, state:all, since:1d …",
+      onChange: (next) => { location.hash = link("dead-letters", [], next); } }),
     runningPlace, bar, list.place, jobsPlace);
 
   let loaded = false;

@@ -3,22 +3,27 @@
 import { get, session } from "../api.js";
 import { h, show } from "../dom.js";
 import { changeEndpoints } from "../endpoint_bulk.js";
-import { latencySparkline, milliseconds, percent, readHistory, sparkline } from "../history.js";
-import { filters, pages } from "../listing.js";
+import { milliseconds, percent, readHistory, sparkline } from "../history.js";
+import { pages } from "../listing.js";
 import { live } from "../live.js";
 import { rowBox, selection, selectionBar } from "../selection.js";
-import { button, condition, oneLine, row, table } from "../components.js";
+import { button, condition, heading, isOperator, oneLine } from "../components.js";
+import { searchField } from "../search_field.js";
+import { tallTable } from "../tall_table.js";
 import { link } from "../router.js";
 import { count } from "../format.js";
 
-const HEADS = ["Endpoint", "State", "Last 24 hours", "#Median, p99", "#Pending", "#Dead letters", "#Lanes", "Types", "Tenant", "URL"];
+const COLUMNS = [["Endpoint"], ["State", 185], ["Last 24 hours", 165], ["#Median, p99", 135], ["#Pending", 85], ["#Dead", 65], ["#Lanes", 65],
+  ["Types", "7%"], ["Tenant", "6%"], ["URL", "10%"]];
 const SEVERITY = ["blocked", "failing", "rejecting", "disabling", "disabled", "removing", "paused", "recovering", "degraded"];
-const CONDITIONS = ["", "healthy", ...[...SEVERITY].reverse(), "draining"].map((each) => [each, each || "any"]);
-// The API orders by name; one large page lets the browser sort nearly all installations completely.
-const PAGE = 500;
+const CONDITIONS = [...SEVERITY, "draining", "healthy"];
+// The API orders by name; the browser sorts what it has read.
+const PAGE = 1000;
+const READ_MAX = 10_000;
 const HISTORY_PAGE = 100;
-// Counting the dead letters of a large page is slow.
-const EVERY_MS = 10000;
+// Counting the dead letters of a large page is slow, and thousands of endpoints are a megabyte.
+const EVERY_MS = 10_000;
+const EVERY_OF_MANY_MS = 60_000;
 
 function rank(each) {
   const place = SEVERITY.indexOf(each.condition);
@@ -47,9 +52,19 @@ function pastDay(history) {
   if (!history.items.length) return ["–", "–"];
   return [
     h("span", { class: "past" }, sparkline(history.items, session.now()), percent(history.successes, history.failures)),
-    history.p50_ms === null ? "–" : h("span", { class: "past" }, latencySparkline(history.items, session.now()),
-      `${milliseconds(history.p50_ms)}, ${milliseconds(history.p99_ms)}`),
+    history.p50_ms === null ? "–" : `${milliseconds(history.p50_ms)}, ${milliseconds(history.p99_ms)}`,
   ];
+}
+
+async function readPages(filter, after, signal) {
+  const items = [];
+  let page;
+  do {
+    page = await get("/v1/endpoints", { ...filter, limit: PAGE, after }, signal);
+    items.push(...page.items);
+    after = page.next;
+  } while (after !== null && items.length < READ_MAX);
+  return { ...page, items };
 }
 
 export function view(place, _, values) {
@@ -57,17 +72,28 @@ export function view(place, _, values) {
   const selected = selection("endpoints", values);
   let histories = new Map();
   let shown = [];
+  let sorted = [];
+  let sortedOf = null;
   let total = 0;
   const bar = h("div", { class: "selection", role: "group", "aria-label": "Selection" });
   const mayOperate = session.may("operate");
-  const heads = mayOperate ? ["", ...HEADS] : HEADS;
-  const list = pages((after, signal) => get("/v1/endpoints", { ...values, limit: PAGE, after }, signal), (items, page) => {
+  const rows = tallTable(mayOperate ? [["", 40], ...COLUMNS] : COLUMNS, { keyOf: (each) => each.name, cells, repaint: () => list.repaint() });
+  const empty = filtered ? "No endpoints match the filter." : ["No endpoints yet.", isOperator() && [" Create one here, or with ", h("code", null, "outbox endpoint add shop https://… --type 'order.*'"), "."]];
+  const list = pages((after, signal) => readPages(values, after, signal), (items, page) => {
+    if (items !== sortedOf) sorted = [...items].sort(bySeverity);
+    sortedOf = items;
     shown = items.map((each) => each.name);
     total = page.total;
     // All are shown, so those that are not have been removed.
     if (page.next === null) selected.remove([...selected.single].filter((each) => !shown.includes(each)));
     drawActions();
-    return table(heads, [...items].sort(bySeverity).map((each) => row([
+    if (!items.length) return h("p", { class: "empty" }, empty);
+    show(rows.place, rows.draw(sorted));
+    return rows.place;
+  });
+
+  function cells(each) {
+    return [
       ...(mayOperate ? [rowBox(selected, each.name, `Select ${each.name}`, shown, list.repaint)] : []),
       h("a", { href: link("endpoint", [each.name]) }, oneLine(each.name)),
       condition(each, each.lanes, each.state_comment),
@@ -76,10 +102,10 @@ export function view(place, _, values) {
       each.dead_letters ? h("a", { href: link("dead-letters", [], { endpoint: each.name }) }, count(each.dead_letters)) : "0",
       count(each.lanes),
       oneLine(each.types.join(", ")),
-      each.all_tenants ? "all" : each.tenant ?? "–",
+      each.all_tenants ? "all" : each.tenant === null ? "–" : oneLine(each.tenant),
       oneLine(each.url, "url"),
-    ], heads, each.name)), filtered ? "No endpoints match the filter." : "No endpoints yet.");
-  });
+    ];
+  }
 
   function drawActions() {
     if (!mayOperate) return;
@@ -97,10 +123,15 @@ export function view(place, _, values) {
     histories = await readHistories(values, shown.at(-1), signal);
     list.repaint();
   });
-  show(place, h("h1", null, "Endpoints"),
-    h("div", { class: "actions" }, mayOperate && h("a", { class: "button main", href: link("new-endpoint") }, "New endpoint")),
-    filters([["search", "Name or URL"], ["condition", "State", CONDITIONS], ["type", "Receives type"], ...(session.tenant === null ? [["tenant", "Tenant"]] : [])],
-      values, (next) => { location.hash = link("endpoints", [], next); }),
+  show(place, heading("Endpoints", mayOperate && h("a", { class: "button main", href: link("new-endpoint") }, "New endpoint")),
+    searchField({ names: ["search", "condition", "type", "tenant"], bare: "search", values, examples: CONDITIONS.map((each) => `condition:${each}`),
+      placeholder: "a name or URL; or condition:failing, type:order.paid …", onChange: (next) => { location.hash = link("endpoints", [], next); } }),
     bar, list.place);
-  return live(place, list.load, { every: EVERY_MS, details });
+  const ended = new AbortController();
+  for (const kind of ["scroll", "resize"]) addEventListener(kind, rows.onScroll, { passive: true, signal: ended.signal });
+  const stop = live(place, list.load, { every: () => (shown.length > PAGE ? EVERY_OF_MANY_MS : EVERY_MS), details });
+  return () => {
+    ended.abort();
+    stop();
+  };
 }

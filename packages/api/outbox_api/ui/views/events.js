@@ -2,11 +2,12 @@
 
 import { get, session } from "../api.js";
 import { h, show } from "../dom.js";
-import { filters, follow, pages } from "../listing.js";
-import { badge, button, row, table, when } from "../components.js";
+import { follow, pages } from "../listing.js";
+import { badge, button, heading, idLink, isOperator, oneLine, row, table, when } from "../components.js";
 import { link } from "../router.js";
 import { count, duration, plural, time } from "../format.js";
-import { publish, searchForm } from "../event_actions.js";
+import { publish } from "../event_actions.js";
+import { searchField } from "../search_field.js";
 
 const HELD_MAX = 10000;
 const HEADS = ["When", "Type", "Key", "Deliveries", "#Attempts", "Payload", "Tenant", "Event"];
@@ -23,7 +24,8 @@ function deliveries(counts) {
 
 const payload = (each) => (each.erased_at ? "erased" : each.preview === null ? "–" : h("code", { class: "cut", title: each.preview }, each.preview));
 
-const emptyText = (values) => (Object.keys(values).length ? "No events match the filter." : "No events yet.");
+const emptyText = (values) => (Object.keys(values).length ? "No events match the filter."
+  : ["No events yet.", isOperator() && [" Publish one in a transaction of your application, or here: ", h("code", null, "outbox publish order.paid --key order-7 --payload '{}'")]]);
 
 // What is accepted and not published yet, because it exceeds the shares of tenants.
 function describeHeld({ events, deliveries, oldest_at: oldest, now }) {
@@ -46,17 +48,19 @@ export function view(place, _, values) {
       ? `Searched the newest ${count(page.scanned)} events, back to ${time(page.scanned_back_to)}. “Load more” continues the search.` : null);
     return table(HEADS, items.map((each) => row([
       when(each.published_at),
-      each.type,
-      each.key === null ? "–" : h("a", { href: link("events", [], { key: each.key }) }, each.key),
+      oneLine(each.type),
+      each.key === null ? "–" : h("a", { href: link("events", [], { key: each.key }) }, oneLine(each.key)),
       deliveries(each.deliveries), count(each.deliveries?.attempts),
       payload(each),
       each.tenant ?? "–",
-      h("a", { class: "id", href: link("trace", [each.id]) }, h("code", null, each.erased_at ? `${each.id} (erased)` : each.id)),
+      [idLink(each.id, link("trace", [each.id])), each.erased_at && h("small", null, " erased")],
     ], HEADS, each.id)), emptyText(values));
   });
-  show(place, h("h1", null, "Events"), h("div", { class: "actions" }, button("Publish event", publish, { scope: "publish" })), searchForm(),
-    filters([["key", "Key"], ["type", "Type"], ["since", "Since"], ["until", "Until"], ...(session.tenant === null ? [["tenant", "Tenant"]] : [])],
-      values, (next) => { location.hash = link("events", [], next); }),
-    held, extent, list.place);
+  // A word without a name leads to the trace of what it names.
+  const search = searchField({
+    names: ["key", "type", "tenant", "since", "until"], bare: "id",
+    values, examples: ["type:order.*", "since:1h", "key:order-7"], placeholder: "an event id, X-Delivery, key, once key or outbox id; or type:order.*, since:2h …",
+    onChange: ({ id, ...next }) => { location.hash = id ? link("trace", [id]) : link("events", [], next); } });
+  show(place, heading("Events", button("Publish event", publish, { scope: "publish" })), search, held, extent, list.place);
   return follow(place, list, { costly: filtered && !values.key });
 }

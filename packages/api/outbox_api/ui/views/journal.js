@@ -1,34 +1,27 @@
-// Journal: changes and state transitions, newest first.
+// Journal: what people changed, or everything that was changed.
 
-import { get, session } from "../api.js";
+import { session } from "../api.js";
 import { h, show } from "../dom.js";
-import { code, row, table } from "../components.js";
-import { time } from "../format.js";
-import { filters, follow, pages } from "../listing.js";
+import { journalList } from "../journal_list.js";
+import { follow } from "../listing.js";
 import { link } from "../router.js";
+import { searchField } from "../search_field.js";
 
-const HEADS = ["When", "Change", "Endpoint", "By", "Details"];
-const DETAIL_CHARS_MAX = 120;
-
-const plain = (value) => (value !== null && typeof value === "object" ? JSON.stringify(value) : String(value));
-
-function details(data) {
-  const found = Object.entries(data).filter(([, value]) => value !== null && value !== "");
-  if (!found.length) return "";
-  const line = found.map(([name, value]) => `${name.replaceAll("_", " ")} ${plain(value)}`).join(", ");
-  return h("details", null, h("summary", null, line.length > DETAIL_CHARS_MAX ? `${line.slice(0, DETAIL_CHARS_MAX)}…` : line), code(data));
-}
+const KINDS = ["endpoint_added", "endpoint_updated", "endpoint_paused", "endpoint_resumed", "endpoint_enabled", "endpoint_removing",
+  "dead_replayed", "dead_discarded", "skip_requested", "backfill_requested", "schedule_changed", "token_added", "token_revoked", "erased", "logins_failed"];
+const EXAMPLES = [...KINDS.map((each) => `kind:${each}`), "since:1d", "by:relays"];
 
 export function view(place, _, values) {
-  const list = pages((after, signal) => get("/v1/journal", { ...values, limit: 100, after }, signal), (items) => table(HEADS, items.map((each) => row([
-    h("time", { datetime: each.at }, time(each.at)), 
-    h("a", { href: link("journal", [], { ...values, kind: each.kind }), title: "Entries of this kind only" }, each.kind.replaceAll("_", " ")),
-    each.endpoint ? h("a", { href: link("endpoint", [each.endpoint]) }, each.endpoint) : "–",
-    each.session_role && each.session_role !== each.actor ? h("span", { title: `Database role ${each.session_role}` }, each.actor) : each.actor,
-    details(each.data),
-  ], HEADS, each.id)), Object.keys(values).length ? "No entries match the filter." : "No entries."));
+  const { by, ...others } = values;
+  const list = journalList(values);
   show(place, h("h1", null, "Journal"),
-    h("p", { class: "hint" }, session.tenant === null ? "Every change, with the token, user or relay that made it." : "Changes of your endpoints."),
-    filters([["endpoint", "Endpoint"], ["kind", "Change"], ["actor", "By"], ["since", "Since"], ["until", "Until"]], values, (next) => { location.hash = link("journal", [], next); }), list.place);
+    h("p", { class: "hint" }, by ? "" : `What people changed${session.tenant === null ? "" : " at your endpoints"}, with the user or token of each. `,
+      by ? h("a", { href: link("journal", [], others) }, "Show what people changed only")
+        : h("a", { href: link("journal", [], { ...others, by: "all" }) }, "Show what relays did, too")),
+    searchField({
+      names: ["endpoint", "kind", "actor", "since", "until", "by"], bare: "actor", values, examples: EXAMPLES,
+      placeholder: "a user or token; or endpoint:shop, kind:endpoint_paused, since:1d …",
+      onChange: (next) => { location.hash = link("journal", [], next); } }),
+    list.place);
   return follow(place, list);
 }

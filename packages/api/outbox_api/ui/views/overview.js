@@ -4,7 +4,7 @@ import { get, session } from "../api.js";
 import { attention } from "../attention.js";
 import { WINDOW_MS, chart, currentSample } from "../chart.js";
 import { h, show } from "../dom.js";
-import { dayCharts, readHistory, sum } from "../history.js";
+import { rangeName, rangedHistory } from "../history.js";
 import { lanes, maxPending } from "../lanes.js";
 import { live, occasionally } from "../live.js";
 import { condition, badgeTone } from "../components.js";
@@ -56,21 +56,17 @@ export function view(place) {
   let samples = [];
   const system = session.tenant === null;
   let needs = null;
-  let history = null;
   let draw;
+  const history = rangedHistory("/v1/history", () => draw());
   show(place, h("h1", null, "Overview"), h("p", { class: "empty" }, "Loading…"));
 
   const readStatus = occasionally(STATUS_EVERY_MS, async (signal) => {
     needs = await get(system ? "/v1/status" : "/v1/endpoint-statuses", { limit: 30 }, signal);
-    draw();
+    draw?.();
   }, { onAction: true });
-  const readHistoryOfAll = readHistory(async (signal) => {
-    history = await get("/v1/history", {}, signal);
-    draw();
-  });
   async function details(signal, acted) {
     await readStatus(signal, acted);
-    await readHistoryOfAll(signal);
+    await history.read(signal);
     if (!system) return;
     const before = findings;
     // The checks take seconds, for which the rates do not wait.
@@ -79,7 +75,8 @@ export function view(place) {
 
   return live(place, async (signal) => {
     const since = samples.length ? samples.at(-1).at : undefined;
-    const status = await get("/v1/live", { endpoints: 30, since }, signal);
+    // What needs attention is above all else, so nothing is drawn before it is known.
+    const [status] = await Promise.all([get("/v1/live", { endpoints: 30, since }, signal), needs === null && readStatus(signal)]);
     const { totals } = status;
     const now = Date.parse(totals.at);
     const isShown = ({ at }) => Date.parse(at) >= now - WINDOW_MS && Date.parse(at) <= now;
@@ -90,36 +87,39 @@ export function view(place) {
     const dead = totals.dead_letters > DEAD_MAX ? `${count(DEAD_MAX)}+` : count(totals.dead_letters);
     const busy = status.endpoints.filter(isBusy);
     const quiet = status.endpoints.filter((each) => !isBusy(each));
-    draw = () => show(place,
-      h("h1", null, "Overview"),
-      part(needs && attention(needs, system ? findings : [])),
-      h("div", { class: "tiles" },
-        system
-          ? tile("Deliveries completed", completed === null ? "–" : `${rate(completed)}/s`, { hint: "In the last ten seconds; unknown until a relay has led for 20 seconds" })
-          : tile("Delivered in 24 hours", history ? count(sum(history.items, "successes")) : "–"),
-        tile("Pending", count(totals.pending), { tone: totals.pending > 1000 ? "fair" : "" }),
-        tile("Oldest", oldest ? duration(oldest) : "–", { tone: oldest > 60 ? "fair" : "" }),
-        tile("Dead letters", dead, { tone: totals.dead_letters ? "bad" : "", href: link("dead-letters") }),
-        tile("Lanes failing", count(totals.failing_lanes), { tone: totals.failing_lanes ? "fair" : "" }),
-        tile("Lanes blocked", count(totals.blocked_lanes), { tone: totals.blocked_lanes ? "bad" : "" })),
-      part(conditions(totals.states)),
-      part(dayCharts(history, now)),
-      part(system && h("div", { class: "charts" },
-        chart("Per second", samples, [
-          { name: "events", kind: "a", value: (s) => s.events },
-          { name: "deliveries completed", kind: "b", value: (s) => s.completed, area: true },
-        ], { now }),
-        chart("Pending", samples, [{ name: "deliveries", kind: "c", value: (s) => s.pending, area: true }], { now, format: count }))),
-      h("section", null,
-        h("h2", null, "Lanes ", h("small", null, all > status.endpoints.length
-          ? `of ${count(status.endpoints.length)} of ${count(all)} endpoints: those that fail, then those with the most pending deliveries`
-          : plural(all, "endpoint"))),
-        busy.length ? h("ul", { class: "lanelist" }, busy.map(row(maxPending(busy)))) : all ? null : none(),
-        quiet.length ? h("details", { open: !busy.length && quiet.length <= QUIET_OPEN_MAX }, h("summary", null, `${plural(quiet.length, "healthy endpoint")} without pending deliveries`),
-          h("ul", { class: "lanelist" }, quiet.map(row(1)))) : null,
-        busy.length ? h("p", { class: "hint" }, "One bar per lane; the height shows pending deliveries (logarithmic). ",
-          h("span", { class: "key idle" }, "idle"), h("span", { class: "key pending" }, "pending"),
-          h("span", { class: "key failing" }, "failing"), h("span", { class: "key blocked" }, "blocked")) : null));
+    draw = () => {
+      const past = history.value();
+      show(place,
+        h("h1", null, "Overview"),
+        part(needs && attention(needs, system ? findings : [])),
+        h("div", { class: "tiles" },
+          system
+            ? tile("Deliveries completed", completed === null ? "–" : `${rate(completed)}/s`, { hint: "In the last ten seconds; unknown until a relay has led for 20 seconds" })
+            : tile(`Delivered in ${rangeName(past?.hours ?? 24)}`, past ? count(past.successes) : "–"),
+          tile("Pending", count(totals.pending), { tone: totals.pending > 1000 ? "fair" : "" }),
+          tile("Oldest", oldest ? duration(oldest) : "–", { tone: oldest > 60 ? "fair" : "" }),
+          tile("Dead letters", dead, { tone: totals.dead_letters ? "bad" : "", href: link("dead-letters") }),
+          tile("Lanes failing", count(totals.failing_lanes), { tone: totals.failing_lanes ? "fair" : "" }),
+          tile("Lanes blocked", count(totals.blocked_lanes), { tone: totals.blocked_lanes ? "bad" : "" })),
+        part(conditions(totals.states)),
+        part(history.charts(now)),
+        part(system && h("div", { class: "charts" },
+          chart("Per second", samples, [
+            { name: "events", kind: "a", value: (s) => s.events },
+            { name: "deliveries completed", kind: "b", value: (s) => s.completed, area: true },
+          ], { now }),
+          chart("Pending", samples, [{ name: "deliveries", kind: "c", value: (s) => s.pending, area: true }], { now, format: count }))),
+        h("section", null,
+          h("h2", null, "Lanes ", h("small", null, all > status.endpoints.length
+            ? `of ${count(status.endpoints.length)} of ${count(all)} endpoints: those that fail, then those with the most pending deliveries`
+            : plural(all, "endpoint"))),
+          busy.length ? h("ul", { class: "lanelist" }, busy.map(row(maxPending(busy)))) : all ? null : none(),
+          quiet.length ? h("details", { open: !busy.length && quiet.length <= QUIET_OPEN_MAX }, h("summary", null, `${plural(quiet.length, "healthy endpoint")} without pending deliveries`),
+            h("ul", { class: "lanelist" }, quiet.map(row(1)))) : null,
+          busy.length ? h("p", { class: "hint" }, "One bar per lane; the height shows pending deliveries (logarithmic). ",
+            h("span", { class: "key idle" }, "idle"), h("span", { class: "key pending" }, "pending"),
+            h("span", { class: "key failing" }, "failing"), h("span", { class: "key blocked" }, "blocked")) : null));
+    };
     draw();
   }, { details });
 }

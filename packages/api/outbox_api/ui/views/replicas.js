@@ -43,10 +43,8 @@ export function view(place, _, { checks } = {}) {
     }
     run.disabled = false;
   }
-  show(place, h("h1", null, "Replicas"), relays,
-    h("section", null, h("h2", null, "Diagnostics"), h("div", { class: "actions" }, run), findings));
-  // A link named "Run checks" leads here.
-  if (checks === "run") runChecks();
+  const diagnostics = h("section", null, h("h2", null, "Diagnostics"), h("div", { class: "actions" }, run), findings);
+  show(place, h("h1", null, "Replicas"), relays);
   return live(place, async (signal) => {
     const status = await get("/v1/status", { limit: 1 }, signal);
     const { cursor } = status;
@@ -57,5 +55,10 @@ export function view(place, _, { checks } = {}) {
       h("p", { class: "hint" }, `Sequenced up to event ${count(cursor.high)} in batch ${count(cursor.batch)}, `, when(cursor.at), ". ",
         cursor.waiting_s === null ? "No unsequenced events." : `The oldest unsequenced event is ${duration(cursor.waiting_s)} old.`,
         status.open_gaps ? ` ${plural(status.open_gaps, "open gap")}: ids of transactions that have not ended.` : ""));
+    // Below the table, which would move it.
+    if (diagnostics.isConnected) return;
+    place.append(diagnostics);
+    // A link named "Run checks" leads here.
+    if (checks === "run") runChecks();
   });
 }

@@ -3,7 +3,7 @@
 import { get, name, post, remove, session } from "../api.js";
 import { h, show } from "../dom.js";
 import { live } from "../live.js";
-import { badge, button, row, table, when } from "../components.js";
+import { badge, button, heading, isOperator, row, table, when } from "../components.js";
 import { link } from "../router.js";
 import { clock, count, duration, time } from "../format.js";
 import { addSchedule, editSchedule } from "../schedule_form.js";
@@ -63,8 +63,7 @@ export function view(place) {
   return live(place, async (signal) => {
     const page = await get("/v1/schedules", { limit: 500 }, signal);
     const now = session.now();
-    show(place, h("h1", null, "Schedules"),
-      h("div", { class: "actions" }, button("New schedule", addSchedule, { kind: "main" })),
+    show(place, heading("Schedules", button("New schedule", addSchedule, { kind: "main" })),
       table(HEADS, page.items.map((each) => row([
         each.name, badge(each.state, each.state_comment), h("span", null, h("code", null, each.cron), ` ${each.timezone}`), each.type,
         nextRun(each, now), lastRun(each),
@@ -72,7 +71,7 @@ export function view(place) {
           each.state === "paused" ? button("Resume", () => runAction(() => post(`/v1/schedules/${name(each.name)}/resume`, {}), `${each.name} is resumed.`))
             : button("Pause", () => pause(each.name)),
           button("Edit", () => editSchedule(each.name)), button("Run now", () => runNow(each.name)), button("Remove", () => removeSchedule(each.name))),
-      ], HEADS, each.name)), "No schedules yet."),
+      ], HEADS, each.name)), ["No schedules yet.", isOperator() && [" A schedule publishes an event again and again: ", h("code", null, "outbox schedule add nightly '0 3 * * *' --type report.nightly")]]),
       page.future_events && h("p", { class: "hint" }, describeFuture(page.future_events)));
   }, { every: 5000 });
 }

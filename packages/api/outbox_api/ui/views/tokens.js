@@ -2,17 +2,16 @@
 
 import { get, name, post, remove, session } from "../api.js";
 import { h, show } from "../dom.js";
-import { badge, button, row, table, when } from "../components.js";
+import { badge, button, heading, row, table, when } from "../components.js";
 import { confirm, copyable, field, runAction } from "../dialogs.js";
 import { time } from "../format.js";
-import { filters, pages } from "../listing.js";
+import { pages } from "../listing.js";
 import { live } from "../live.js";
 import { link } from "../router.js";
+import { searchField } from "../search_field.js";
 
 const HEADS = ["Token", "State", "Scopes", "Tenant", "Created", "Expires", "Last used", ""];
 const SCOPES = [["read", "reads everything, payloads included"], ["publish", "publishes events"], ["operate", "makes all other changes"]];
-const ANY_SCOPE = [["", "any"], ...SCOPES.map(([scope]) => [scope, scope])];
-const REVOKED = [["", "hidden"], ["true", "shown"]];
 const LIFETIMES = [["30d", "30 days"], ["1d", "1 day"], ["90d", "90 days"], ["365d", "1 year"], ["", "until it is revoked"]];
 
 async function addToken() {
@@ -45,11 +44,10 @@ export function view(place, _, values) {
     h("span", null, when(each.created_at), ` by ${each.created_by}`),
     each.expires_at ? time(each.expires_at) : "never", when(each.last_used_at),
     each.state === "live" ? button("Revoke", () => revoke(each)) : "",
-  ], HEADS, each.id)), Object.keys(values).length ? "No tokens match the filter." : "No tokens."));
-  show(place, h("h1", null, "Tokens"),
-    h("div", { class: "actions" }, button("New token", addToken, { kind: "main" })),
-    filters([["search", "Name"], ["scope", "Scope", ANY_SCOPE], ["tenant", "Tenant"], ["revoked", "Revoked", REVOKED]],
-      values, (next) => { location.hash = link("tokens", [], next); }),
+  ], HEADS, each.id)), Object.keys(values).length ? "No tokens match the filter." : "No tokens. Each program and each person should have one of its own."));
+  show(place, heading("Tokens", button("New token", addToken, { kind: "main" })),
+    searchField({ names: ["search", "scope", "tenant", "revoked"], bare: "search", values, examples: [...SCOPES.map(([each]) => `scope:${each}`), "revoked:true"],
+      placeholder: "a name; or scope:operate, tenant:acme, revoked:true …", onChange: (next) => { location.hash = link("tokens", [], next); } }),
     list.place);
   return live(place, list.load, { every: 10000 });
 }

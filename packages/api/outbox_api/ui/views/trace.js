@@ -2,15 +2,15 @@
 
 import { get, name, session } from "../api.js";
 import { h, show } from "../dom.js";
-import { timeline } from "../timeline.js";
+import { timeline, unfinishedFirst } from "../timeline.js";
 import { discardOne, replayOne } from "../dead_letter_actions.js";
 import { attempts, deliveryActions, deliveryFacts } from "../delivery_details.js";
 import * as endpointActions from "../endpoint_actions.js";
-import { filters } from "../listing.js";
 import { live } from "../live.js";
 import { searchForm } from "../event_actions.js";
 import { badge, button, code, definitionList, when } from "../components.js";
 import { link } from "../router.js";
+import { searchField } from "../search_field.js";
 import { count, duration, expiry, payloadSize, plural, sentence, time } from "../format.js";
 
 function delivery(each, event) {
@@ -77,11 +77,11 @@ function body(trace, explained) {
     diagnosis(trace, explained) ?? success(trace),
     trace.deliveries.length ? timeline(trace, session.now()) : null,
     definitionList([["Published", time(event.published_at)],
-      trace.sequenced && ["Sequenced", `${duration((Date.parse(trace.sequenced.at) - Date.parse(event.published_at)) / 1000)} after publish${trace.sequenced.batch === null ? "" : `, in batch ${count(trace.sequenced.batch)}`}`],
+      trace.sequenced && ["Sequenced", `${duration(Math.max(0, Date.parse(trace.sequenced.at) - Date.parse(event.published_at)) / 1000)} after publish${trace.sequenced.batch === null ? "" : `, in batch ${count(trace.sequenced.batch)}`}`],
       ["Key", event.key && h("a", { href: link("events", [], { key: event.key }) }, event.key)], ["Tenant", event.tenant],
       ["Payload", event.erased_at ? `erased ${time(event.erased_at)}` : payloadSize(event)],
       event.expires_at && ["Expires", expiry(event.expires_at)]]),
-    trace.deliveries.map((each) => delivery(each, event)),
+    unfinishedFirst(trace.deliveries).map((each) => delivery(each, event)),
     left > 0 ? h("p", { class: "hint" }, `${count(left)} more deliveries. Name an endpoint to see those to it.`) : null,
     event.payload !== null && event.payload !== undefined ? h("details", null, h("summary", null, "Payload"), code(event.payload)) : null,
   ];
@@ -123,7 +123,7 @@ export function view(place, [id = ""], values) {
     if (found.isConnected) return;
     const key = (result.future ?? result.events[0].event).key;
     show(place, title(h("small", null, ` found by ${result.found_by}${key && key !== id ? `; its key is ${key}` : ""}`)),
-      isPartial ? filters([["endpoint", "Endpoint"]], values, (next) => { location.hash = link("trace", [id], next); }) : null, found);
+      isPartial ? searchField({ names: ["endpoint"], bare: "endpoint", values, placeholder: "an endpoint", onChange: (next) => { location.hash = link("trace", [id], next); } }) : null, found);
   }, { every: 5000, missing: values.endpoint ? `No event ${id}, or no endpoint ${values.endpoint}.` : `No event matches ${id}.`,
     otherwise: (error) => [h("p", null, sentence(error.message)), searchForm()] });
 }
