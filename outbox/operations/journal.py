@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from outbox.errors import UsageError
 from outbox.operations.criteria import absolute_time, read_now
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
-    from asyncpg import Connection
+    from asyncpg import Connection, Record
 
     from outbox.operations.criteria import When
 
@@ -30,6 +30,10 @@ By = Literal["people", "relays", "all"]
 SCANNED_MAX = 20_000
 """Entries that a page scans for those of people or relays: relays may write a million between two
 changes by people."""
+SCANNED_OF_EACH_MIN = 100
+"""The same for each of many endpoints."""
+OUT_OF_ORDER = timedelta(hours=1)
+"""An entry has the time at which its transaction began, and its id from later."""
 
 # Whether a relay made an entry by itself.  The first entry of a change that was requested has the
 # request's id, whatever its actor is; the role of relays cannot write that column.
@@ -60,15 +64,16 @@ SELECT {_COLUMNS} FROM unnest($9::uuid[]) AS wanted(id)
 """  # noqa: S608 (constants only)
 
 # The last of $2 entries before $1, up to which a page scans; nothing, if there are fewer.
-FIND_FLOOR = "SELECT id FROM journal WHERE id < $1 ORDER BY id DESC OFFSET $2 - 1 LIMIT 1"
+FIND_FLOOR = "SELECT id, at FROM journal WHERE id < $1 ORDER BY id DESC OFFSET $2 - 1 LIMIT 1"
 
 # The same of some endpoints: where the first of them has that many entries.
 FIND_FLOOR_OF_ENDPOINTS = """
-SELECT max(floor.id) FROM unnest($3::uuid[]) AS wanted(id)
+SELECT floor.id, floor.at FROM unnest($3::uuid[]) AS wanted(id)
  CROSS JOIN LATERAL (
-       SELECT id FROM journal
+       SELECT id, at FROM journal
         WHERE endpoint_id = wanted.id AND id < $1
         ORDER BY id DESC OFFSET $2 - 1 LIMIT 1) floor
+ ORDER BY floor.id DESC LIMIT 1
 """
 
 
@@ -153,13 +158,16 @@ async def list_journal(
             await connection.execute(PLAN_BY_ID)
             select = LIST_ALL
             floor = await _find_floor(connection, only, endpoint_ids, before)
-            arguments = (*await only.arguments(connection), floor or 0)
+            conditions = await only.arguments(connection)
+            arguments = (*conditions, 0 if floor is None else floor["id"])
             if endpoint_ids is not None:
                 select = LIST_OF_ENDPOINTS
                 arguments = (*arguments, endpoint_ids, ownership_changes)
             page = await read_page(connection, select, "id", before, limit, *arguments)
     if floor is not None and not page.more:
-        page = RowPage(page, more=True, cursor=floor)
+        since = conditions[2]
+        if not (isinstance(since, datetime) and floor["at"] < since - OUT_OF_ORDER):
+            page = RowPage(page, more=True, cursor=floor["id"])
     return await convert(page, lambda row: from_row(JournalRow, row, parse=("data",)))
 
 
@@ -168,13 +176,11 @@ async def _find_floor(
     only: JournalFilter,
     endpoint_ids: Sequence[UUID] | None,
     before: int,
-) -> int | None:
-    """The lowest id that a page scans; None: it may scan all."""
+) -> Record | None:
+    """The last entry that a page scans; None: it may scan all."""
     if only.by == "all":
         return None
     if endpoint_ids is None:
-        floor = await connection.fetchval(FIND_FLOOR, before, SCANNED_MAX)
-    else:
-        of_each = max(SCANNED_MAX // max(len(endpoint_ids), 1), 1)
-        floor = await connection.fetchval(FIND_FLOOR_OF_ENDPOINTS, before, of_each, endpoint_ids)
-    return cast("int | None", floor)
+        return await connection.fetchrow(FIND_FLOOR, before, SCANNED_MAX)
+    of_each = max(SCANNED_MAX // max(len(endpoint_ids), 1), SCANNED_OF_EACH_MIN)
+    return await connection.fetchrow(FIND_FLOOR_OF_ENDPOINTS, before, of_each, endpoint_ids)

@@ -73,7 +73,7 @@ because the retry budget may begin with a later one (`first_attempt_at`)."""
 def failing_since(first_attempt_at: str) -> str:
     """When an endpoint with the health `h` began to fail; NULL: it does not.
 
-    It is the first attempt of the delivery that has been failing longest, or when the circuit
+    It is the first attempt of the delivery whose retry budget began first, or when the circuit
     breaker opened, if that was earlier.
     """
     return f"""least({first_attempt_at},
@@ -95,6 +95,12 @@ OLDEST_S = """(
             WHERE d.lane_id = l.lane_id AND d.batch >= l.floor_batch AND d.seq > l.acked_seq
             ORDER BY d.batch, d.seq LIMIT 1)"""
 """Age of the first pending event of a lane `l`, in seconds; costly without a pending delivery."""
+BACKLOG = f"""
+       (SELECT ARRAY[coalesce(sum(l.last_seq - l.acked_seq), 0)::float8,
+                     max(CASE WHEN l.last_seq > l.acked_seq THEN {OLDEST_S} END)]
+          FROM ({LANE_STATE} WHERE l.endpoint_id = e.id OFFSET 0) l)"""  # noqa: S608
+"""Pending deliveries of an endpoint `e`, and the age of the oldest event among them, in seconds.
+Both at once, so that each lane is read once."""
 
 
 def is_waited_for(lane: str) -> str:

@@ -21,7 +21,7 @@ from outbox.operations.deliveries.model import (
     StatusRange,
 )
 from outbox.operations.deliveries.queries import list_deliveries
-from outbox.operations.deliveries.statements import WALK_DELIVERIES
+from outbox.operations.deliveries.statements import WALK_DELIVERIES, WALK_FAILURES
 from outbox.operations.events.queries import search_events
 from outbox.operations.trace.queries import trace_delivery
 from outbox.store.retention.erasure import PLAN_BY_INDEX
@@ -204,6 +204,32 @@ async def test_a_busy_lane_does_not_make_quiet_ones_be_read(
     # Each lane once, and of the busy one what is counted and what is read.
     assert plan.rows < 3 * 50 + 5 * 101, plan
     assert len(await read_all(db, endpoint="shop", limit=1000)) == 10_500
+
+
+async def test_what_lies_between_failures_is_not_read(
+    database: Database, db: Connection[Any]
+) -> None:
+    """One of a hundred deliveries fails, in large batches of one lane."""
+    await add_endpoint(database, lanes=1)
+    await db.execute("""
+        INSERT INTO batch (batch, high) SELECT n, n * 2000 FROM generate_series(1, 20) n;
+        INSERT INTO delivery_run (lane_id, batch, seq, outbox_id, offsets)
+        SELECT id, (n - 1) / 80 + 1, 25 * n - 24, 25 * n - 24, ARRAY(SELECT generate_series(0, 24))
+          FROM lane, generate_series(1, 1600) n;
+        INSERT INTO attempt_run (lane_id, batch, seq, attempt, replica_id, outcome, status,
+                                 started_at, elapsed_ms)
+        SELECT id, (n - 1) / 2000 + 1, n, 1, 1, CASE WHEN n % 100 = 0 THEN 'r' ELSE 'd' END,
+               CASE WHEN n % 100 = 0 THEN 503 ELSE 204 END, now(), 1
+          FROM lane, generate_series(1, 40000) n;
+        ANALYZE delivery_run, attempt_run""")
+    only = walk.filter_arguments(DeliveryFilter(failed=True, status=StatusRange(200, 299)))
+    lane = [await db.fetchval("SELECT id FROM lane")]
+    await db.execute(PLAN_BY_INDEX.replace("true", "false"))
+    plan = await explain(
+        db, WALK_FAILURES, *only, 101, lane, [0], [0], list(NEWEST), 400, 400, generic=True
+    )
+    # Of each failure: itself, its run, and what was sent at or before it.
+    assert plan.rows < 400 * (4 + 32), plan
 
 
 async def test_a_range_of_dead_letters_is_counted_and_not_taken_for_an_attempt(

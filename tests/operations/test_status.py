@@ -20,6 +20,7 @@ from outbox.store.connection.store_connection import StoreConnection
 from outbox.store.delivery.endpoint_state import Condition, EndpointStateStore
 from outbox_doctor.check import Severity
 from tests.support.doctor import findings_of
+from tests.support.ranges import sequence_all
 from tests.support.relay import (
     BUSY,
     OK,
@@ -84,6 +85,27 @@ async def test_a_stopped_relay_leaves_a_lag(database: Database, db: Connection[A
     seen = await status.read_overview(db, "relay")
     assert (seen.cursor.high, seen.cursor.last_id, seen.cursor.lag) == (0, 3, 3)
     assert seen.cursor.waiting_s == pytest.approx(3600, abs=60)
+
+
+async def test_a_listing_has_the_age_of_the_oldest_pending_event(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database, lanes=4)
+    await add_endpoint(database, "idle", types=["none"])
+
+    async def ages() -> dict[str, float | None]:
+        page = await endpoints.list_endpoints(db, "relay")
+        return {each.name: each.oldest_s for each in page}
+
+    await publish(database, *range(8))
+    await db.execute("UPDATE outbox SET created_at = now() - (9 - id) * interval '1 hour'")
+    await sequence_all(database)
+    listed = await ages()
+    assert listed["shop"] == pytest.approx(8 * 3600, abs=60)
+    assert listed["idle"] is None
+    async with running(database, Network()):
+        await all_ended(database)
+    assert await ages() == {"shop": None, "idle": None}
 
 
 async def test_pending_failing_and_in_flight_deliveries_are_counted(

@@ -9,7 +9,7 @@ between its ends, and it costs about what it returns, however long the log is.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from outbox.operations.dead_letters.queries import LAST_REPLAY
 from outbox.operations.events.delivery_counts import BATCH_OF_EVENT
@@ -17,6 +17,9 @@ from outbox.operations.lanes import HEAD_ATTEMPTS, LANE_STATE
 from outbox.operations.tenancy import OWNS_RANGE
 from outbox.store.sql.expressions import RUN_DELIVERIES_MAX
 from outbox.store.sql.type_match import TYPE_MATCHES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # The lanes of endpoints; all generations, whose deliveries stay in the log.
 READ_LANES = """
@@ -135,15 +138,15 @@ _DEAD = _Source(
 _STATUS_MATCHES = "status BETWEEN ($3::integer[])[1] AND ($3::integer[])[2]"
 
 
-# Of scanned deliveries, those with an attempt of which this is true.  What was sent is read by
-# lanes or, where what was scanned does not lie side by side, by their batches, too.
-def _tried(name: str, asked: str, condition: str, places: str) -> str:
+# Of scanned deliveries that lie side by side, those with an attempt of which this is true: what was
+# sent is read by lanes.
+def _tried_side_by_side(name: str, asked: str, condition: str) -> str:
     return f"""
 {name} AS MATERIALIZED (
     SELECT lane_id, array_agg(seq) AS seqs
       FROM (SELECT l.lane_id, a.seq + generate_series(0, a.count - 1) AS seq
               FROM (SELECT lane_id, min(batch) AS low, max(batch) AS top
-                      FROM scanned WHERE {asked} GROUP BY {places}) l
+                      FROM scanned WHERE {asked} GROUP BY lane_id) l
              CROSS JOIN LATERAL (
                    SELECT seq, count FROM attempt_run
                     WHERE lane_id = l.lane_id AND batch BETWEEN l.low AND l.top AND {condition}
@@ -151,13 +154,31 @@ def _tried(name: str, asked: str, condition: str, places: str) -> str:
      GROUP BY lane_id),"""  # noqa: S608 (constants only)
 
 
+# The same of deliveries between which much may lie: the nearest success at or below a number is its
+# own, if it reaches so far.
+def _tried_each(name: str, asked: str, condition: str) -> str:
+    return f"""
+{name} AS MATERIALIZED (
+    SELECT lane_id, array_agg(seq) AS seqs
+      FROM scanned k
+     WHERE {asked} AND (EXISTS (
+           SELECT FROM (SELECT seq + count AS ends, status, outcome FROM attempt_run
+                         WHERE lane_id = k.lane_id AND batch = k.batch AND outcome = 'd'
+                           AND seq BETWEEN k.seq - {RUN_DELIVERIES_MAX - 1} AND k.seq
+                         ORDER BY seq DESC LIMIT 1) nearest
+            WHERE ends > k.seq AND {condition})
+        OR EXISTS (
+           SELECT FROM attempt_run
+            WHERE lane_id = k.lane_id AND batch = k.batch AND seq = k.seq AND {condition}))
+     GROUP BY lane_id),"""  # noqa: S608 (constants only)
+
+
 # The conditions $1 to $5 of a filter on a delivery `k`, of which at most $6 are taken.  An event
 # whose row is gone may have a copy in a dead letter.
 #
-# Of thousands of deliveries, none is looked up by itself: sets are read by ranges of an index, and
-# each delivery is looked for in them (a hashed subplan, also where estimates are wrong: an array is
-# taken to have ten elements).
-def _matched(order: str, places: str = "lane_id, batch") -> str:
+# Events are read as a set, and each delivery is looked for in it (a hashed subplan, also where
+# estimates are wrong: an array is taken to have ten elements).  One by one they cost twice as much.
+def _matched(order: str, tried: Callable[[str, str, str], str] = _tried_each) -> str:
     by_event = "($1::text[] IS NOT NULL OR $2::text IS NOT NULL)"
     wanted = """
 ($1::text[] IS NULL OR type IN (SELECT type FROM wanted_type))
@@ -180,8 +201,8 @@ wanted_type AS MATERIALIZED (
     SELECT o.type
       FROM (SELECT type FROM event UNION SELECT type FROM copy) o, (SELECT $1::text[] AS types) s
      WHERE {TYPE_MATCHES}),
-{_tried("responded", "$3::integer[] IS NOT NULL", _STATUS_MATCHES, places)}
-{_tried("succeeded", "$4::boolean", "outcome = 'd'", places)}
+{tried("responded", "$3::integer[] IS NOT NULL", _STATUS_MATCHES)}
+{tried("succeeded", "$4::boolean", "outcome = 'd'")}
 matched AS MATERIALIZED (
     SELECT k.*
       FROM scanned k
@@ -205,7 +226,7 @@ matched AS MATERIALIZED (
 _NEWEST_FIRST = "k.batch DESC, k.outbox_id DESC, k.lane_id DESC, k.seq DESC"
 
 
-def _walk(source: _Source, places: str = "lane_id, batch") -> str:
+def _walk(source: _Source, tried: Callable[[str, str, str], str] = _tried_each) -> str:
     """The next portion of a walk over the lanes $7 from their batches $8 on, above the numbers $9.
 
     It goes down to the n-th newest run of the lane that has the newest one, or less far: until no
@@ -241,7 +262,7 @@ scanned AS MATERIALIZED (
        AND (p.batch, p.outbox_id, p.lane_id, p.seq)
            < ({_TOP}, ($10::bigint[])[2], ($10::bigint[])[3], ($10::bigint[])[4])
      ORDER BY p.batch DESC, p.outbox_id DESC, p.lane_id DESC, p.seq DESC LIMIT $12),
-{_matched(_NEWEST_FIRST, places)}
+{_matched(_NEWEST_FIRST, tried)}
 SELECT s.scanned, s.at, e.batch AS end_batch, e.outbox_id AS end_outbox_id,
        e.lane_id AS end_lane_id, e.seq AS end_seq, m.batch, m.outbox_id, m.lane_id, m.seq,
        m.backfill_id, m.copy_id, (SELECT batch FROM reached) AS reached
@@ -253,7 +274,7 @@ SELECT s.scanned, s.at, e.batch AS end_batch, e.outbox_id AS end_outbox_id,
 """  # noqa: S608
 
 
-WALK_DELIVERIES = _walk(_DELIVERIES, "lane_id")
+WALK_DELIVERIES = _walk(_DELIVERIES, _tried_side_by_side)
 WALK_FAILURES = _walk(_FAILURES)
 WALK_DEAD = _walk(_DEAD)
 

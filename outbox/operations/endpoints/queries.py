@@ -10,12 +10,12 @@ from outbox.core.model.endpoint_settings import SETTING_FIELDS, EndpointSettings
 from outbox.core.model.ids import lane_name
 from outbox.operations.endpoints.filter import EndpointFilter, matches_filter
 from outbox.operations.lanes import (
+    BACKLOG,
     BLOCKED,
     DEAD_LETTERS,
     FAILING_LANES,
     FAILING_SINCE,
     LANE_STATE,
-    PENDING,
     SUBSCRIBED,
     condition_of,
     retry_state,
@@ -45,7 +45,7 @@ SELECT e.id, e.state, e.state_at, e.state_by, e.state_comment, e.generation, e.c
        h.state AS health, {columns},
        {SUBSCRIBED} AS subscribed, {BLOCKED} AS blocked, {FAILING_LANES} AS failing_lanes,
        {FAILING_SINCE} AS failing_since,
-       {PENDING} AS pending, {DEAD_LETTERS} AS dead_letters
+       {BACKLOG} AS backlog, {DEAD_LETTERS} AS dead_letters
   FROM endpoint e JOIN endpoint_health h ON h.endpoint_id = e.id
 """  # noqa: S608 (constants only)
 
@@ -149,6 +149,8 @@ class EndpointRow:
     types: tuple[str, ...]
     pending: int
     """Deliveries that are neither acknowledged nor dead-lettered."""
+    oldest_s: float | None
+    """Age of the oldest event among them, in seconds; None: none is pending."""
     dead_letters: int
     created_at: datetime
 
@@ -332,7 +334,15 @@ def settings_of(row: Any, vault: Vault = CLEAR) -> EndpointSettings:
 
 
 def _endpoint(row: Any) -> EndpointRow:
-    return from_row(EndpointRow, row, condition=condition_of(row), types=tuple(row["types"]))
+    pending, oldest_s = row["backlog"]
+    return from_row(
+        EndpointRow,
+        row,
+        condition=condition_of(row),
+        types=tuple(row["types"]),
+        pending=int(pending),
+        oldest_s=oldest_s,
+    )
 
 
 def _lane(row: Any) -> LaneRow:

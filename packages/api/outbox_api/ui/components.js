@@ -70,8 +70,10 @@ export const idLink = (id, href, onclick) => h("span", { class: "ident" },
 
 // Arrow keys go from row to row of a list, in the same column.
 export function moveByArrow(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.shiftKey || event.defaultPrevented) return;
+  if (!event.target.matches?.("a, button, summary, input[type=checkbox]")) return;
   const step = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" }[event.key];
-  const cell = step && event.target.closest?.("tbody td");
+  const cell = step && event.target.closest("tbody td");
   const next = cell?.parentElement[step]?.children[cell.cellIndex]?.querySelector("a, button, input, summary");
   if (!next) return;
   event.preventDefault();

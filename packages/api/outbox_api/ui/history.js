@@ -19,7 +19,7 @@ const SPARK = { width: 96, height: 22 };
 
 // In hours.
 const RANGES = [1, 6, 24];
-// The range that the visitor has chosen; null: what exists is shown.
+// The range that the visitor has chosen; null: the shortest with all that exists.
 let chosen = null;
 
 // Reads histories, which take longer than the state: for `details` of a live view.
@@ -28,21 +28,24 @@ export const readHistory = (read) => occasionally(EVERY_MS, read);
 // The charts of a path of the API; `redraw` is called when they have changed.
 export function rangedHistory(path, redraw) {
   let history = null;
-  async function load(signal) {
-    history = await get(path, { hours: chosen ?? RANGES.at(-1) }, signal);
+  let reads = 0;
+  // `range` goes with what was read for it.
+  async function load(signal, range = chosen) {
+    reads += 1;
+    const own = reads;
+    const found = await get(path, { hours: range ?? RANGES.at(-1) }, signal);
+    if (own !== reads) return;
+    chosen = range;
+    history = { ...found, range };
     redraw();
   }
-  async function choose(hours) {
-    chosen = hours;
-    await tryRequest(load);
-  }
+  const choose = (range) => tryRequest(() => load(undefined, range));
   return { read: readHistory(load), value: () => history, charts: (now) => charts(history, now, choose) };
 }
 
-// The hours that are shown: what was chosen, or the shortest range with all that exists.
 function shownHours(history, now) {
   const [first] = history.items;
-  return chosen ?? RANGES.find((hours) => first && Date.parse(first.at) > now - hours * HOUR_MS) ?? RANGES.at(-1);
+  return history.range ?? RANGES.find((hours) => first && Date.parse(first.at) > now - hours * HOUR_MS) ?? RANGES.at(-1);
 }
 
 export const rangeName = (hours) => (hours === 1 ? "hour" : `${hours} hours`);

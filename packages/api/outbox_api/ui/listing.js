@@ -25,7 +25,8 @@ export function pages(read, draw) {
       page = await read(after, signal);
       after = page.next;
       all = all.concat(page.items);
-    } while (after !== null && all.length < countMin);
+      // A page without items has searched, and found nothing: a refresh does not search all.
+    } while (after !== null && all.length < countMin && page.items.length);
     if (own !== reads) return;
     items = all;
     next = after;

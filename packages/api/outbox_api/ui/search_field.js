@@ -4,10 +4,10 @@ import { session } from "./api.js";
 import { chip } from "./components.js";
 import { h } from "./dom.js";
 
-const TOKEN = /([a-z]+):\s*("[^"]*"|\S+)|"[^"]*"|\S+/gi;
+const TOKEN = /([a-z]+):("[^"]*"|\S+)|"[^"]*"|\S+/gi;
 const UUID = /^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$/i;
 
-const unquoted = (text) => text.replace(/^"|"$/g, "");
+const unquoted = (text) => text.replace(/^"(.*)"$/s, "$1");
 
 // The filters that a text names, `status:5xx failed order-7`; `bare` is what words without a name are, unless they are an event's id.
 function parseFilters(text, { names, flags, bare }) {
@@ -18,7 +18,7 @@ function parseFilters(text, { names, flags, bare }) {
     else if (UUID.test(word) && names.includes("event")) values.event = word;
     else values[bare] = [values[bare], unquoted(word)].filter(Boolean).join(" ");
   }
-  return values;
+  return Object.fromEntries(Object.entries(values).filter(([, value]) => value));
 }
 
 // `values` are the filters that are set; `onChange` gets others.  `examples` are offered while typing.  Only system tokens name a tenant.
@@ -31,8 +31,8 @@ export function searchField({ names: all, flags = [], bare, values, examples = [
     name: "filters", list: "filter-examples", autocomplete: "off", spellcheck: "false", "aria-label": "Filters",
     placeholder: set.length ? "" : placeholder,
     onkeydown: (event) => {
-      // The last chip can be edited again.
-      if (event.key !== "Backspace" || input.value || !set.length) return;
+      // In an empty field it removes the last chip, as it removes letters, but not while it is held down.
+      if (event.key !== "Backspace" || event.repeat || input.value || !set.length) return;
       event.preventDefault();
       onChange(without(set.at(-1)));
     },

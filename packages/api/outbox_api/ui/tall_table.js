@@ -35,6 +35,12 @@ export function tallTable(columns, { keyOf, cells, repaint }) {
   }
   const space = (rows, key) => rows > 0 && h("tr", { class: "space", "data-key": key, "aria-hidden": "true" }, h("td", { colspan: heads.length, height: Math.round(rows * rowHeight) }));
 
+  function line(each, n) {
+    const drawnRow = row(cells(each), heads, keyOf(each));
+    drawnRow.setAttribute("aria-rowindex", drawn[0] + n + 2);
+    return drawnRow;
+  }
+
   function draw(items) {
     const rows = [...place.querySelectorAll("tbody tr:not(.space)")];
     const measured = rows.length && (rows.at(-1).getBoundingClientRect().bottom - rows[0].getBoundingClientRect().top) / rows.length;
@@ -46,7 +52,7 @@ export function tallTable(columns, { keyOf, cells, repaint }) {
     return h("table", { "aria-rowcount": total + 1 },
       h("colgroup", null, columns.map(([, width]) => h("col", { width }))),
       h("thead", null, h("tr", null, heads.map(columnHead))),
-      h("tbody", null, space(drawn[0], "above"), items.slice(...drawn).map((each) => row(cells(each), heads, keyOf(each))), space(total - drawn[1], "below")));
+      h("tbody", null, space(drawn[0], "\nabove"), items.slice(...drawn).map(line), space(total - drawn[1], "\nbelow")));
   }
   return { place, draw, onScroll };
 }

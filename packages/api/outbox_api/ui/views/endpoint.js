@@ -38,9 +38,11 @@ function primaryAction(endpoint, { endpoint: each }, blocked) {
 function actionBar(endpoint, detail, blocked) {
   const { endpoint: each, settings, certificate } = detail;
   const broker = isBroker(each.url);
+  // What may be missing keeps its place, so that what is behind it keeps the focus.
+  const part = (child) => h("span", { class: "part" }, child);
   return h("div", { class: "actions" },
-    primaryAction(endpoint, detail, blocked),
-    each.state === "active" && button("Pause", () => endpointActions.pause(endpoint)),
+    part(primaryAction(endpoint, detail, blocked)),
+    part(each.state === "active" && button("Pause", () => endpointActions.pause(endpoint))),
     session.may("operate") && h("a", { class: "button", href: link("edit-endpoint", [endpoint]) }, "Edit"),
     button(broker ? "Test" : "Send test event", () => sendTest(endpoint)),
     menu("More",
@@ -89,10 +91,11 @@ export function view(place, [endpoint, tab = "deliveries"], { show: shown, ...va
   if (detail) draw();
   else show(head, h("h1", null, endpoint), h("p", { class: "empty" }, "Loading…"));
   stops.push(live(place, async (signal) => {
+    const found = await get(`/v1/endpoints/${name(endpoint)}`, {}, signal);
+    await findBlockers(endpoint, found.lanes.filter(isBlocked), known, signal);
     const isFirst = !detail;
-    detail = await get(`/v1/endpoints/${name(endpoint)}`, {}, signal);
+    detail = found;
     last = { me: session.me, detail };
-    await findBlockers(endpoint, detail.lanes.filter(isBlocked), known, signal);
     draw();
     if (isFirst) showParts();
     document.title = visible(`${endpoint} – outbox`);

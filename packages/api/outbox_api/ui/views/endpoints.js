@@ -11,16 +11,17 @@ import { button, condition, heading, isOperator, oneLine } from "../components.j
 import { searchField } from "../search_field.js";
 import { tallTable } from "../tall_table.js";
 import { link } from "../router.js";
-import { count } from "../format.js";
+import { count, duration } from "../format.js";
 
-const COLUMNS = [["Endpoint"], ["State", 185], ["Last 24 hours", 165], ["#Median, p99", 135], ["#Pending", 85], ["#Dead", 65], ["#Lanes", 65],
-  ["Types", "7%"], ["Tenant", "6%"], ["URL", "10%"]];
+const COLUMNS = [["Endpoint"], ["State", 200], ["Last 24 hours", 185], ["#Median, p99", 125], ["#Pending, oldest", 130], ["#Dead", 60], ["#Lanes", 62],
+  ["Types", "6%"], ["Tenant", "6%"], ["URL", "8%"]];
 const SEVERITY = ["blocked", "failing", "rejecting", "disabling", "disabled", "removing", "paused", "recovering", "degraded"];
 const CONDITIONS = [...SEVERITY, "draining", "healthy"];
 // The API orders by name; the browser sorts what it has read.
 const PAGE = 1000;
 const READ_MAX = 10_000;
 const HISTORY_PAGE = 100;
+const HISTORIES_MS = 5000;
 // Counting the dead letters of a large page is slow, and thousands of endpoints are a megabyte.
 const EVERY_MS = 10_000;
 const EVERY_OF_MANY_MS = 60_000;
@@ -34,18 +35,6 @@ function rank(each) {
 const { compare } = new Intl.Collator("en", { numeric: true });
 
 const bySeverity = (a, b) => rank(a) - rank(b) || b.pending - a.pending || compare(a.name, b.name);
-
-// The histories of the endpoints that match a filter, up to a name.
-async function readHistories(filter, last, signal) {
-  const found = new Map();
-  let after = null;
-  do {
-    const page = await get("/v1/endpoint-histories", { ...filter, limit: HISTORY_PAGE, after }, signal);
-    for (const each of page.items) found.set(each.name, each);
-    after = page.next;
-  } while (after !== null && after < last);
-  return found;
-}
 
 function pastDay(history) {
   if (!history) return ["", ""];
@@ -70,7 +59,8 @@ async function readPages(filter, after, signal) {
 export function view(place, _, values) {
   const filtered = Object.keys(values).length > 0;
   const selected = selection("endpoints", values);
-  let histories = new Map();
+  const histories = new Map();
+  let historiesAfter = null;
   let shown = [];
   let sorted = [];
   let sortedOf = null;
@@ -80,12 +70,15 @@ export function view(place, _, values) {
   const rows = tallTable(mayOperate ? [["", 40], ...COLUMNS] : COLUMNS, { keyOf: (each) => each.name, cells, repaint: () => list.repaint() });
   const empty = filtered ? "No endpoints match the filter." : ["No endpoints yet.", isOperator() && [" Create one here, or with ", h("code", null, "outbox endpoint add shop https://… --type 'order.*'"), "."]];
   const list = pages((after, signal) => readPages(values, after, signal), (items, page) => {
-    if (items !== sortedOf) sorted = [...items].sort(bySeverity);
-    sortedOf = items;
-    shown = items.map((each) => each.name);
-    total = page.total;
-    // All are shown, so those that are not have been removed.
-    if (page.next === null) selected.remove([...selected.single].filter((each) => !shown.includes(each)));
+    if (items !== sortedOf) {
+      sorted = [...items].sort(bySeverity);
+      sortedOf = items;
+      shown = items.map((each) => each.name);
+      total = page.total;
+      // All are shown, so those that are not have been removed.
+      const names = new Set(shown);
+      if (page.next === null) selected.remove([...selected.single].filter((each) => !names.has(each)));
+    }
     drawActions();
     if (!items.length) return h("p", { class: "empty" }, empty);
     show(rows.place, rows.draw(sorted));
@@ -98,7 +91,7 @@ export function view(place, _, values) {
       h("a", { href: link("endpoint", [each.name]) }, oneLine(each.name)),
       condition(each, each.lanes, each.state_comment),
       ...pastDay(histories.get(each.name)),
-      count(each.pending),
+      each.pending ? `${count(each.pending)}, ${duration(each.oldest_s)}` : "0",
       each.dead_letters ? h("a", { href: link("dead-letters", [], { endpoint: each.name }) }, count(each.dead_letters)) : "0",
       count(each.lanes),
       oneLine(each.types.join(", ")),
@@ -118,9 +111,15 @@ export function view(place, _, values) {
       buttons: () => [button("Pause…", () => act("pause")), button("Resume…", () => act("resume")), button("Enable…", () => act("enable"))] }));
   }
 
+  // Reads for some seconds, and goes on from there the next time.
   const details = readHistory(async (signal) => {
-    if (!shown.length) return;
-    histories = await readHistories(values, shown.at(-1), signal);
+    const until = performance.now() + HISTORIES_MS;
+    const last = shown.at(-1) ?? "";
+    do {
+      const page = await get("/v1/endpoint-histories", { ...values, limit: HISTORY_PAGE, after: historiesAfter }, signal);
+      for (const each of page.items) histories.set(each.name, each);
+      historiesAfter = page.next !== null && page.next < last ? page.next : null;
+    } while (historiesAfter !== null && performance.now() < until);
     list.repaint();
   });
   show(place, heading("Endpoints", mayOperate && h("a", { class: "button main", href: link("new-endpoint") }, "New endpoint")),
