@@ -24,7 +24,7 @@ function relayItems({ replicas, cursor, blocker, stopped }) {
   const alive = replicas.filter((each) => each.alive);
   const lapsed = replicas.length - alive.length;
   return [
-    !alive.length && { rank: 0, key: "relays", text: ["No relay is running: nothing is delivered."], action: runChecks() },
+    !alive.length && { rank: 0, key: "relays", text: ["No relay is running: nothing is delivered.", isOperator() && [" Start one: ", h("code", null, "outbox relay")]], action: runChecks() },
     alive.length && cursor.waiting_s > WAITING_S_MAX && { rank: 1, key: "sequencing",
       text: [`Sequencing stands still: the oldest unsequenced event is ${duration(cursor.waiting_s)} old`,
         stopped ? `: ${stopped}.` : blocker ? ", because a database session blocks it." : "."], action: runChecks() },

@@ -8,7 +8,7 @@ import { pages } from "../listing.js";
 import { live, occasionally, permanent } from "../live.js";
 import { searchField } from "../search_field.js";
 import { rowBox, selection, selectionBar } from "../selection.js";
-import { badge, button, responseLine, row, table, when } from "../components.js";
+import { badge, button, oneLine, responseLine, row, table, when } from "../components.js";
 import { link } from "../router.js";
 import { count, plural } from "../format.js";
 
@@ -53,11 +53,11 @@ export function view(place, _, values) {
     return table(HEADS, items.map((each) => row([
       isSelectable(each) && rowBox(selected, each.id, `Select dead letter ${each.id}`, selectable, list.repaint),
       h("a", { href: link("dead-letter", [String(each.id)]) }, String(each.id)),
-      h("a", { href: link("endpoint", [each.endpoint]) }, each.endpoint),
-      each.type ?? `a range: ${sequenceRange(each)}`,
-      each.key === null ? "–" : h("a", { href: link("events", [], { key: each.key }) }, each.key),
+      h("a", { href: link("endpoint", [each.endpoint]) }, oneLine(each.endpoint)),
+      oneLine(each.type ?? `a range: ${sequenceRange(each)}`),
+      each.key === null ? "–" : h("a", { href: link("events", [], { key: each.key }) }, oneLine(each.key)),
       each.reason,
-      lastResponse(each),
+      oneLine(lastResponse(each)),
       count(each.attempts),
       when(each.at),
       badge(each.state),
