@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl
 
 import pytest
 from playwright.async_api import expect
 
 from packages.api.tests.page.shop import shop
+from tests.support.api import make_token, serving
+from tests.support.browser import visiting
 from tests.support.relay import fetchval, publish
 from tests.support.waiting import until
 
@@ -112,3 +115,28 @@ async def test_a_tenant_sees_its_own_and_a_phone_shows_the_panel_alone(database:
         assert await visitor.fits()
         await panel.get_by_role("button", name="Close").click()
         await expect(panel).to_be_hidden()
+
+
+EVENT = "0f0e0d0c-0b0a-4988-8776-655443322110"
+TYPED = (
+    ("order-7", {"key": "order-7"}),
+    ('"order 7" failed', {"key": "order 7", "failed": "true"}),
+    ('key:"order 7" STATUS:5xx', {"key": "order 7", "status": "5xx"}),
+    (f"endpoint:shop {EVENT.upper()}", {"endpoint": "shop", "event": EVENT.upper()}),
+    ("unknown:word", {"key": "unknown:word"}),
+    ("https://a.test/b?c=d", {"key": "https://a.test/b?c=d"}),
+    ('since:1h key:""', {"since": "1h"}),
+)
+
+
+@pytest.mark.full
+async def test_what_is_typed_is_in_the_url(database: Database, subtests: pytest.Subtests) -> None:
+    async with serving(database) as api, visiting(api.url) as visitor:
+        await visitor.sign_in(await make_token(database, "me"))
+        for typed, filters in TYPED:
+            with subtests.test(typed):
+                await visitor.open("deliveries")
+                await visitor.filter_by(typed)
+                await visitor.page.wait_for_url("**/#/deliveries?*")
+                found = parse_qsl(visitor.page.url.partition("?")[2])
+                assert dict(found) == filters
