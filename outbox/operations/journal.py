@@ -31,7 +31,7 @@ SCANNED_MAX = 20_000
 """Entries that a page scans for those of people or relays: relays may write a million between two
 changes by people."""
 SCANNED_OF_EACH_MIN = 100
-"""The same for each of many endpoints."""
+"""Entries that such a page scans of each endpoint, however many endpoints there are."""
 OUT_OF_ORDER = timedelta(hours=1)
 """An entry has the time at which its transaction began, and its id from later."""
 

@@ -12,7 +12,7 @@ const TONE = {
   degraded: "fair", recovering: "fair", pending: "fair", replaying: "fair", running: "fair", waiting: "fair", held: "fair",
   paused: "off", disabled: "off", discarded: "off", lapsed: "off", expired: "off", aborted: "off", revoked: "off", free: "off",
   failing: "bad", rejecting: "bad", dead: "bad", dead_again: "bad", blocked: "bad", problem: "bad", warning: "fair",
-  retry: "fair", probe: "fair", refused: "bad", disabling: "off", removing: "off", dead_lettered: "bad",
+  retry: "fair", probe: "fair", retrying: "bad", refused: "bad", disabling: "off", removing: "off", dead_lettered: "bad",
 };
 
 export const badgeTone = (word) => TONE[word] ?? "fair";
@@ -68,13 +68,15 @@ export const idLink = (id, href, onclick) => h("span", { class: "ident" },
   h("a", { class: "id", href, title: id, onclick }, h("code", null, `${id.slice(0, 8)}…`)),
   h("button", { type: "button", class: "copy", "aria-label": `Copy ${id}`, title: "Copy", onclick: (event) => copyFrom(event.currentTarget, id) }, copyIcon()));
 
-// Arrow keys go from row to row of a list, in the same column.
+// Arrow keys go from row to row of a list, in the same column, and from its empty search field to the first one.
 export function moveByArrow(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || event.shiftKey || event.defaultPrevented) return;
-  if (!event.target.matches?.("a, button, summary, input[type=checkbox]")) return;
+  if (!event.target.matches?.("a, button, summary, input[type=checkbox], .find input")) return;
   const step = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" }[event.key];
   const cell = step && event.target.closest("tbody td");
-  const next = cell?.parentElement[step]?.children[cell.cellIndex]?.querySelector("a, button, input, summary");
+  const isFromField = event.key === "ArrowDown" && event.target.matches(".find input") && !event.target.value;
+  const next = isFromField ? document.querySelector(".pages tbody a")
+    : cell?.parentElement[step]?.children[cell.cellIndex]?.querySelector("a, button, input, summary");
   if (!next) return;
   event.preventDefault();
   next.focus();

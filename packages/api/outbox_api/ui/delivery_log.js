@@ -11,6 +11,8 @@ import { searchField } from "./search_field.js";
 
 const NAMES = ["endpoint", "tenant", "status", "outcome", "type", "key", "event", "since", "until"];
 const FLAGS = ["failed"];
+// Words that mean a filter.
+const WORDS = Object.fromEntries(["pending", "delivered", "dead"].map((each) => [each, { outcome: each }]));
 const EXAMPLES = ["failed", "status:5xx", "status:404", "outcome:pending", "outcome:dead", "outcome:exhausted", "since:1h", "type:order.*"];
 const HEADS = ["When", "Endpoint", "Outcome", "Response", "#Duration", "#Attempts", "Type", "Key", "X-Delivery"];
 // These scan deliveries that do not match.
@@ -19,7 +21,7 @@ const COSTLY = ["type", "status", "tenant"];
 // The field for filters, without those of `fixed`.  `onChange` gets the filters that are set.
 export function logFilters(values, fixed, onChange) {
   return searchField({
-    names: NAMES.filter((each) => !(each in fixed)), flags: FLAGS, bare: "key",
+    names: NAMES.filter((each) => !(each in fixed)), flags: FLAGS, words: WORDS, bare: "key",
     values, examples: EXAMPLES, placeholder: "status:5xx, failed, order-7, since:2h …", onChange });
 }
 
@@ -41,7 +43,7 @@ function draw(items, endpoint, empty, opened, { href, open }) {
     const line = row([
       when(each.at),
       !endpoint && h("a", { href: link("endpoint", [each.endpoint]) }, oneLine(each.endpoint)),
-      h("span", { class: "badges" }, badge(each.outcome), each.reason && h("small", null, each.reason)),
+      h("span", { class: "badges" }, badge(each.outcome === "pending" && each.attempts ? "retrying" : each.outcome), each.reason && h("small", null, each.reason)),
       each.status ?? each.failure?.replaceAll("_", " ") ?? "–",
       duration(each.elapsed_ms === null ? null : each.elapsed_ms / 1000),
       attemptCount(each),
@@ -81,7 +83,11 @@ export function deliveryLog(place, { endpoint, ...values }, { href, shown }) {
     panel.hidden = delivery === null;
     history.replaceState(null, "", href(delivery));
     stopPanel = delivery === null ? null : openPanel(panel, delivery, close);
-    if (delivery !== null) panel.focus();
+    if (delivery !== null) {
+      panel.focus({ preventScroll: true });
+      // Of a list that begins at the bottom of the window, the panel would be cut off.
+      if (panel.getBoundingClientRect().top > innerHeight / 2) panel.parentElement.scrollIntoView();
+    }
     if (isLoaded) list.repaint();
   }
   function close() {

@@ -3,6 +3,7 @@
 import { describeUnblocking } from "./dead_letter_actions.js";
 import { get, name, post } from "./api.js";
 import { h } from "./dom.js";
+import { responseLine } from "./components.js";
 import { plural } from "./format.js";
 import { link } from "./router.js";
 import { comment, confirm, runAction, tryRequest } from "./dialogs.js";
@@ -42,10 +43,11 @@ export async function unblock(endpoint, blocked) {
 export const retryNow = (endpoint) => runVerb(endpoint, "resume", `${endpoint} is retried now, one request at a time at first.`);
 
 // Dead-letter the delivery that a lane is stuck on.
-export async function skip(endpoint, { name: lane, sequence, behind = 0 }) {
+export async function skip(endpoint, { name: lane, sequence, behind = 0, last_response: last }) {
   const form = await confirm(`Skip sequence ${sequence} of ${endpoint}?`, [
+    last ? h("p", null, `It failed, the last time with ${responseLine(last)}.`) : null,
     h("p", null, `Lane ${lane} continues${behind ? `: ${plural(behind, "delivery waits", "deliveries wait")} behind it` : ""}.`),
-    h("p", { class: "hint" }, "It becomes a dead letter, which you can replay later. A request in flight completes first."), comment()],
+    h("p", { class: "hint" }, "It becomes a dead letter, which you can replay later. Later events with its key are delivered without it, and may fail the same way. A request in flight completes first."), comment()],
   { yes: "Skip", kind: "danger" });
   if (!form) return;
   await runAction(() => post(path(endpoint, "skip"), { lane, sequence, comment: form.comment || null }), (result) => (result.dead_letter

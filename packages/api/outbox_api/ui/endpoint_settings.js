@@ -43,7 +43,7 @@ export function settingsTab(detail) {
       ["Format", settings.format],
     ])),
     h("section", null, h("h2", null, "How it is delivered"), definitionList([
-      ["Retry", typeof settings.retry === "string" ? settings.retry : JSON.stringify(settings.retry)],
+      ["Retry", (typeof settings.retry === "string" ? settings.retry : JSON.stringify(settings.retry)).replaceAll(",", ", ")],
       ["On dead letter", settings.on_dead_letter === "block" ? "block the lane" : "continue the lane"],
       settings.on_missing === "hold" && ["On missing event", "hold the lane"],
       settings.on_forgotten === "refill" && ["On forgotten messages", "refill the stream"],

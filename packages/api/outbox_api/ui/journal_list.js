@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { h } from "./dom.js";
-import { code, row, table } from "./components.js";
+import { code, responseLine, row, table } from "./components.js";
 import { time } from "./format.js";
 import { pages } from "./listing.js";
 import { link } from "./router.js";
@@ -10,12 +10,15 @@ import { link } from "./router.js";
 const HEADS = ["When", "Change", "Endpoint", "By", "Details"];
 const DETAIL_CHARS_MAX = 120;
 
-const plain = (value) => (value !== null && typeof value === "object" ? JSON.stringify(value) : String(value));
+function plain(name, value) {
+  if (name === "last_response") return responseLine(value) ?? "none";
+  return value !== null && typeof value === "object" ? JSON.stringify(value) : String(value);
+}
 
 function details(data) {
   const found = Object.entries(data).filter(([, value]) => value !== null && value !== "");
   if (!found.length) return "";
-  const line = found.map(([name, value]) => `${name.replaceAll("_", " ")} ${plain(value)}`).join(", ");
+  const line = found.map(([name, value]) => `${name.replaceAll("_", " ")} ${plain(name, value)}`).join(", ");
   return h("details", null, h("summary", null, line.length > DETAIL_CHARS_MAX ? `${line.slice(0, DETAIL_CHARS_MAX)}…` : line), code(data));
 }
 

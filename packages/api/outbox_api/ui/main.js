@@ -51,6 +51,8 @@ const PARENTS = {
 };
 
 let stopView = null;
+// The place that is shown, without its filters.
+let shownPlace = null;
 
 const menu = () => PLACES.filter(([, , label, , system, scope = "read"]) => label && session.may("read") && session.may(scope)
   && !(system && session.tenant !== null));
@@ -122,6 +124,7 @@ function route() {
   const canonical = canonicalLink({ place, rest });
   if (canonical) return location.replace(canonical);
   const found = PLACES.find(([path]) => path === place);
+  shownPlace = JSON.stringify([place, rest]);
   stopView?.();
   stopView = null;
   notice("");
@@ -141,7 +144,9 @@ async function showShortcuts() {
   await confirm("Keyboard shortcuts", h("dl", { class: "facts keys" },
     menu().map(([, , label, key]) => h("div", null, h("dt", null, h("kbd", null, "g"), " ", h("kbd", null, key)), h("dd", null, label))),
     h("div", null, h("dt", null, h("kbd", null, "/")), h("dd", null, "Search")),
-    h("div", null, h("dt", null, h("kbd", null, "↑"), " ", h("kbd", null, "↓")), h("dd", null, "From row to row of a list")),
+    h("div", null, h("dt", null, h("kbd", null, "↑"), " ", h("kbd", null, "↓")), h("dd", null, "From the field or a row to the next row")),
+    h("div", null, h("dt", null, h("kbd", null, "Enter")), h("dd", null, "Open what is focused")),
+    h("div", null, h("dt", null, h("kbd", null, "Esc")), h("dd", null, "Close it")),
     h("div", null, h("dt", null, h("kbd", null, "?")), h("dd", null, "Show this list"))), { yes: "Close", no: null });
 }
 
@@ -177,7 +182,18 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   document.getElementById("main").focus();
 });
 window.addEventListener("unauthenticated", () => signOut("The token has expired or was revoked."));
-window.addEventListener("hashchange", () => { route(); scrollTo(0, 0); });
+// Another filter of the same place leaves the visitor where they are.
+window.addEventListener("hashchange", () => {
+  const main = document.getElementById("main");
+  const [top, height, wasInField] = [scrollY, main.offsetHeight, document.activeElement?.closest(".find")];
+  const before = shownPlace;
+  route();
+  const isSame = before === shownPlace;
+  // Until the list is read again, the page is not shorter.
+  main.style.minHeight = isSame ? `${height}px` : "";
+  scrollTo(0, isSame ? top : 0);
+  if (isSame && wasInField) document.querySelector(".find input")?.focus({ preventScroll: true });
+});
 theme();
 if (session.token) begin();
 else signIn();

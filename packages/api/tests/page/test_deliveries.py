@@ -123,7 +123,8 @@ TYPED = (
     ('"order 7" failed', {"key": "order 7", "failed": "true"}),
     ('key:"order 7" STATUS:5xx', {"key": "order 7", "status": "5xx"}),
     (f"endpoint:shop {EVENT.upper()}", {"endpoint": "shop", "event": EVENT.upper()}),
-    ("unknown:word", {"key": "unknown:word"}),
+    ("order:7", {"key": "order:7"}),
+    ("pending since:2h", {"outcome": "pending", "since": "2h"}),
     ("https://a.test/b?c=d", {"key": "https://a.test/b?c=d"}),
     ('since:1h key:""', {"since": "1h"}),
 )
@@ -140,3 +141,30 @@ async def test_what_is_typed_is_in_the_url(database: Database, subtests: pytest.
                 await visitor.page.wait_for_url("**/#/deliveries?*")
                 found = parse_qsl(visitor.page.url.partition("?")[2])
                 assert dict(found) == filters
+        await visitor.open("deliveries")
+        await visitor.filter_by("state:dead")
+        field = visitor.main.get_by_role("combobox", name="Filters")
+        reason = await field.evaluate("each => each.validationMessage")
+        assert reason.startswith(
+            "There is no filter “state” here, but endpoint, tenant, status, outcome"
+        )
+        assert visitor.page.url.endswith("#/deliveries")
+
+
+@pytest.mark.full
+async def test_another_filter_keeps_the_place_and_the_focus(database: Database) -> None:
+    async with shop(database, phone=True) as here:
+        visitor, page = here.visitor, here.visitor.page
+        await visitor.open("endpoint/strict")
+        rows = page.locator(".pages tbody tr")
+        await expect(rows).to_have_count(3)
+        field = visitor.main.get_by_role("combobox", name="Filters")
+        await field.scroll_into_view_if_needed()
+        top = await page.evaluate("scrollY")
+        assert top > 0
+        await visitor.filter_by("order-1")
+        await expect(rows).to_have_count(1)
+        await expect(field).to_be_focused()
+        assert await page.evaluate("scrollY") == pytest.approx(top, abs=2)
+        await page.keyboard.press("ArrowDown")
+        await expect(rows.locator("a").first).to_be_focused()

@@ -54,15 +54,16 @@ function actionBar(endpoint, detail, blocked) {
       button("Remove", () => removeEndpoint(endpoint), { kind: "danger" })));
 }
 
-function facts(endpoint, { endpoint: each, health }) {
+function facts(endpoint, { endpoint: each, health, lanes }) {
+  const last = health.last_response ?? lanes.find((lane) => lane.attempts)?.last_response;
   return definitionList([
     ["Pending", count(each.pending)],
-    ["Dead letters", each.dead_letters ? h("a", { href: link("dead-letters", [], { endpoint }) }, count(each.dead_letters)) : "0"],
+    ["Dead letters", each.dead_letters ? h("a", { class: "bad", href: link("dead-letters", [], { endpoint }) }, count(each.dead_letters)) : "0"],
     each.state === "active" ? (each.failing_since ? ["Failing since", when(each.failing_since)] : [capital(`${health.state} since`), when(health.since)])
       : [capital(`${each.state} since`), h("span", null, when(each.state_at), each.state_by && `, by ${each.state_by}`)],
     each.state_comment && ["Comment", each.state_comment],
     health.held_until && Date.parse(health.held_until) > session.now() && ["Hold-off (Retry-After)", `until ${time(health.held_until)}`],
-    health.last_response && ["Last response", responseLine(health.last_response)],
+    last && ["Last response", responseLine(last)],
   ]);
 }
 
@@ -84,7 +85,11 @@ export function view(place, [endpoint, tab = "deliveries"], { show: shown, ...va
     const { endpoint: each } = detail;
     const blocked = detail.lanes.filter(isBlocked);
     show(head, h("h1", null, endpoint, " ", condition(each, each.lanes)), h("p", { class: "url" }, oneLine(each.url, "wide-cut")), actionBar(endpoint, detail, blocked));
-    if (tab === "deliveries") show(state, facts(endpoint, detail), history.charts(session.now()), laneSection(endpoint, detail, known));
+    if (tab === "deliveries") {
+      const parts = [history.charts(session.now()), laneSection(endpoint, detail, known)];
+      // While lanes fail, they come first, with what can be done.
+      show(state, facts(endpoint, detail), blocked.length || each.failing_lanes ? parts.reverse() : parts);
+    }
     if (tab === "settings") show(state, settingsTab(detail));
   }
 

@@ -56,6 +56,7 @@ export function view(place) {
   let samples = [];
   const system = session.tenant === null;
   let needs = null;
+  let trouble = null;
   let draw;
   const history = rangedHistory("/v1/history", () => draw());
   show(place, h("h1", null, "Overview"), h("p", { class: "empty" }, "Loading…"));
@@ -78,6 +79,10 @@ export function view(place) {
     // What needs attention is above all else, so nothing is drawn before it is known.
     const [status] = await Promise.all([get("/v1/live", { endpoints: 30, since }, signal), needs === null && readStatus(signal)]);
     const { totals } = status;
+    // What newly fails needs attention now, and not ten seconds later.
+    const key = JSON.stringify([totals.states, totals.failing_lanes > 0, totals.blocked_lanes > 0, totals.dead_letters > 0]);
+    if (trouble !== null && trouble !== key) await readStatus(signal, true);
+    trouble = key;
     const now = Date.parse(totals.at);
     const isShown = ({ at }) => Date.parse(at) >= now - WINDOW_MS && Date.parse(at) <= now;
     samples = samples.concat(status.samples).filter(isShown);
