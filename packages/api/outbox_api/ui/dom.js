@@ -32,6 +32,7 @@ const HANDLERS = ["onclick", "oninput", "onchange", "onsubmit", "onkeydown"];
 // Update `old` to match `next` in place: focus, selection and open <details> survive the
 // refresh every two seconds.
 export function patch(old, next) {
+  if (old === next) return;
   if (old.nodeType !== next.nodeType || old.nodeName !== next.nodeName ||
       old.id !== next.id || (old.dataset?.key ?? "") !== (next.dataset?.key ?? "")) {
     old.replaceWith(next);
