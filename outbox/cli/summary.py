@@ -157,6 +157,7 @@ def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
         next_step = f"; outbox endpoint {undo} {name}" if undo else ""
         yield f"{endpoint.state} {since(endpoint.state_at)}{by}{comment}{next_step}"
     health = endpoint.health
+    is_open = health is not None and health.state in PROBED_STATES
     held_until = None if health is None else health.held_until
     if held_until is not None and held_until <= now:
         held_until = None
@@ -164,14 +165,9 @@ def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
         is_probed = (
             endpoint.state == "active" and endpoint.replica is not None and held_until is None
         )
-        probing = (
-            f"; {describe_probing(probes=endpoint.probes)}"
-            if is_probed and health.state in PROBED_STATES
-            else ""
-        )
-        at = endpoint.failing_since if health.state in PROBED_STATES else health.since
-        yield f"{health.state} {since(at or health.since)}{probing}"
-    is_open = health is not None and health.state in PROBED_STATES
+        probing = f"; {describe_probing(probes=endpoint.probes)}" if is_probed and is_open else ""
+        failing_since = endpoint.failing_since if is_open else None
+        yield f"{health.state} {since(failing_since or health.since)}{probing}"
     if endpoint.failing_lanes and endpoint.failing_since is not None and not is_open:
         lanes = count(endpoint.failing_lanes, "lane")
         yield f"{lanes} failing {since(endpoint.failing_since)}"

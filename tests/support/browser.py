@@ -19,6 +19,19 @@ WAIT_MS = 30_000
 """Enough for a machine that is busy with other tests."""
 DESKTOP = ViewportSize(width=1280, height=800)
 PHONE = ViewportSize(width=390, height=844)
+# A response that has arrived is rendered some frames later.
+UNCHANGED = """() => new Promise((resolve) => {
+    let frames = 0;
+    const observer = new MutationObserver(() => { frames = 0; });
+    observer.observe(document, { attributes: true, childList: true, subtree: true });
+    const count = () => {
+        frames += 1;
+        if (frames < 20) return requestAnimationFrame(count);
+        observer.disconnect();
+        return resolve();
+    };
+    requestAnimationFrame(count);
+})"""
 
 
 class Visitor:
@@ -80,6 +93,10 @@ class Visitor:
         """Whether nothing is wider than the window."""
         script = "document.documentElement.scrollWidth <= window.innerWidth"
         return bool(await self.page.evaluate(script))
+
+    async def settle(self) -> None:
+        """Wait until nothing has changed for some frames."""
+        await self.page.evaluate(UNCHANGED)
 
     async def wait_until_absent(self, what: str) -> None:
         """Wait until a text is absent."""

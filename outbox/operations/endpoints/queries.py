@@ -142,8 +142,8 @@ class EndpointRow:
     failing_lanes: int
     """Lanes whose first pending delivery has failed at least once."""
     failing_since: datetime | None
-    """The first attempt of the delivery that has been failing longest, or when the circuit breaker
-    opened, if that was earlier; None: nothing fails."""
+    """The first attempt of the failing delivery whose retries began first, or when the circuit
+    breaker opened, if that was earlier; None: nothing fails."""
     generation: int
     """Incremented when the number of lanes changes."""
     types: tuple[str, ...]

@@ -140,8 +140,8 @@ class EndpointStatus:
     """Age of the oldest pending event, in seconds; None: none is pending."""
     failing_lanes: int
     failing_since: datetime | None
-    """The first attempt of the delivery that has been failing longest, or when the circuit breaker
-    opened, if that was earlier; None: nothing fails."""
+    """The first attempt of the failing delivery whose retries began first, or when the circuit
+    breaker opened, if that was earlier; None: nothing fails."""
     failing: FailingDelivery | None
     """The failing delivery with the most attempts."""
     blocked_lanes: int

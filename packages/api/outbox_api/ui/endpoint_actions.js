@@ -10,7 +10,7 @@ import { comment, confirm, runAction, tryRequest } from "./dialogs.js";
 
 const path = (endpoint, verb) => `/v1/endpoints/${name(endpoint)}/${verb}`;
 
-export async function runVerb(endpoint, verb, success) {
+async function runVerb(endpoint, verb, success) {
   await runAction(() => post(path(endpoint, verb), {}), success);
 }
 

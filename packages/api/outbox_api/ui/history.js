@@ -50,7 +50,7 @@ function shownHours(history, now) {
 
 export const rangeName = (hours) => (hours === 1 ? "hour" : `${hours} hours`);
 
-export const sum = (items, field) => items.reduce((total, each) => total + each[field], 0);
+const sum = (items, field) => items.reduce((total, each) => total + each[field], 0);
 
 export function percent(successes, failures) {
   const share = (100 * successes) / (successes + failures);

@@ -48,19 +48,6 @@ NO_TIMERS = """() => {
     for (let n = setTimeout(() => 0); n > 0; n -= 1) clearTimeout(n);
     window.setTimeout = () => 0;
 }"""
-# A response that has arrived is rendered some frames later.
-UNCHANGED = """() => new Promise((resolve) => {
-    let frames = 0;
-    const observer = new MutationObserver(() => { frames = 0; });
-    observer.observe(document, { attributes: true, childList: true, subtree: true });
-    const count = () => {
-        frames += 1;
-        if (frames < 20) return requestAnimationFrame(count);
-        observer.disconnect();
-        return resolve();
-    };
-    requestAnimationFrame(count);
-})"""
 FOCUSED = """() => {
     const { activeElement: each } = document;
     const { outlineStyle, outlineWidth } = getComputedStyle(each);
@@ -127,7 +114,7 @@ async def test_everything_is_reached_by_the_tab_key(database: Database, place: s
         while known != len(begun):
             known = len(begun)
             await until(lambda: not in_flight, what="the responses")
-            await page.evaluate(UNCHANGED)
+            await visitor.settle()
         await page.evaluate("() => { document.activeElement.blur(); scrollTo(0, 0); }")
         expected = await page.evaluate(FOCUSABLE)
         reached, unseen = set(), []

@@ -8,7 +8,7 @@ import pytest
 from playwright.async_api import expect
 
 from packages.api.tests.page.shop import shop
-from packages.api.tests.page.test_accessibility import PLACES, UNCHANGED
+from packages.api.tests.page.test_accessibility import PLACES
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database
@@ -26,7 +26,7 @@ SHIFTS = """() => new Promise((resolve) => {
     new PerformanceObserver((list) => resolve(list.getEntries().map(
         ({ value, sources }) => [value, sources.map(({ node }) => node?.outerHTML?.slice(0, 90))],
     ))).observe({ type: "layout-shift", buffered: true });
-    setTimeout(() => resolve([]), 300);
+    setTimeout(() => resolve([]), 1000);
 })"""
 
 
@@ -42,6 +42,6 @@ async def test_nothing_jumps_while_a_view_loads(
                 await page.reload()
                 await visitor.wait_for(page.get_by_role("heading").first)
                 await expect(page.get_by_text("Loading…")).to_have_count(0, timeout=30_000)
-                await page.evaluate(UNCHANGED)
+                await visitor.settle()
                 shifts = await page.evaluate(SHIFTS)
                 assert sum(value for value, _ in shifts) <= SHIFT_MAX, shifts
