@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -19,7 +19,7 @@ from outbox.store.connection.secrets import Vault
 from outbox.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from outbox.config import Settings
     from outbox.relay.registration import Registered
@@ -60,7 +60,7 @@ class Session:
             settings, shared.connections, self._opened, self._vault,
             name, __version__, former, shared.clock, shared.rng,
         )  # fmt: skip
-        self._released = False
+        self._releasing = self._released = False
         self.running: RunningSession | None = None
         """Readiness and gauges; None: the replica is not registered yet."""
 
@@ -95,7 +95,8 @@ class Session:
             cut = tasks.create_task(self._opened.terminate_at_end())
             delivering = tasks.create_task(parts.dispatcher.run())
             background = [
-                tasks.create_task(each) for each in (self._opened.watch(), *parts.background)
+                tasks.create_task(self._run_until_release(each))
+                for each in (self._opened.watch(), *parts.background)
             ]
             working = [
                 tasks.create_task(parts.ownership.run()),
@@ -121,6 +122,7 @@ class Session:
             await parts.recorder.flush()
             await parts.recorder.checkpoint()
             await parts.sequencer.release_leadership()
+            self._releasing = True
             await parts.replicas.release_all(me, f"replica {me}")
             self._released = True
             await parts.replicas.wake_all()
@@ -132,3 +134,15 @@ class Session:
             await parts.replicas.terminate_busy_sessions(registered.label)
             too_late.cancel()
             cut.cancel()
+
+    async def _run_until_release(self, task: Coroutine[Any, Any, None]) -> None:
+        """Run a background task, whose failure ends the session.
+
+        From the release on it does not: the replica's row is gone, so a renewal is fenced off, and
+        a lost connection is not opened again, while the clean stop has locks to release.
+        """
+        try:
+            await task
+        except Exception:
+            if not self._releasing:
+                raise

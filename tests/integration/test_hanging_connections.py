@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.cluster.watchdog import RECHECK_MAX_S, Watchdog
 from outbox.store.cluster import sessions
+from outbox.store.cluster.replicas import Renewal, ReplicaStore
 from outbox.store.connection.store_connection import StoreConnection, Worker
 from outbox.store.delivery.delivery_reads import READ_EVENTS
 from outbox.store.retention import partitions
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from tests.support.concurrent_cases import Logs
     from tests.support.postgres import Database, Server
     from tests.support.relay import Sent
+    from tests.support.tcp import Lines
 
 pytestmark = pytest.mark.one_major
 
@@ -270,34 +272,64 @@ async def test_a_session_that_hangs_during_a_takeover_delays_nothing(server: Ser
     await run_concurrently(server, words, hang)
 
 
-async def test_a_clean_stop_releases_the_locks_of_a_hanging_connection(server: Server) -> None:
-    """A replica that left is not expired, so its sessions are not terminated either."""
+LOCKS_ARE_FREE = """
+SELECT count(*) = 0 FROM pg_locks l JOIN pg_stat_activity a USING (pid)
+ WHERE a.application_name LIKE 'outbox-relay:%' AND a.datname = current_database()
+"""
 
+
+async def hang_with_locks(lines: Lines, database: Database) -> None:
+    """Let the maintenance connection of a starting relay hang when the server has its statement."""
     reads = """
         SELECT count(*) > 0 FROM pg_stat_activity
          WHERE datname = current_database() AND state <> 'idle' AND query LIKE '%generate_series%'
            AND application_name LIKE 'outbox-relay:%'"""
+    lines.last_words = partitions.READ_MISSING.encode()
+    await until(lambda: lines.last_words is None, what="the connection to hang")
+    # What the network delivers after the relay has looked is found by another relay.
+    await until(lambda: fetchval(database, reads), what="the server to have it")
+
+
+async def test_a_clean_stop_releases_the_locks_of_a_hanging_connection(server: Server) -> None:
+    """A replica that left is not expired, so its sessions are not terminated either."""
 
     async def stop(forwarded: str, database: Database, _: Logs) -> None:
         async with through_lines(sockets(database), database.name) as (lines, dsn):
             async with running(database, Network(), dsn=dsn):
-                lines.forward_last_data = forwarded == "half"
-                last = (
-                    partitions.READ_MISSING if forwarded == "half" else "EXECUTE take_maintenance"
-                )
-                lines.last_words = last.encode()
-                await until(lambda: lines.last_words is None, what="the connection to hang")
-                # What the network delivers after the relay has looked is found by another relay.
-                if lines.forward_last_data:
-                    await until(lambda: fetchval(database, reads), what="the server to have it")
+                if forwarded == "half":
+                    await hang_with_locks(lines, database)
+                else:
+                    lines.forward_last_data = False
+                    lines.last_words = b"EXECUTE take_maintenance"
+                    await until(lambda: lines.last_words is None, what="the connection to hang")
             assert await fetchval(database, "SELECT count(*) FROM replica") == 0
-            locks = """
-                SELECT count(*) = 0 FROM pg_locks l JOIN pg_stat_activity a USING (pid)
-                 WHERE a.application_name LIKE 'outbox-relay:%'
-                   AND a.datname = current_database()"""
-            await until(lambda: fetchval(database, locks), what="the locks to be free")
+            await until(lambda: fetchval(database, LOCKS_ARE_FREE), what="the locks to be free")
 
     await run_concurrently(server, ("half", "nothing"), stop)
+
+
+async def test_a_clean_stop_releases_these_locks_though_a_renewal_finds_no_lease(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, a renewal is sent before the response to the release has arrived."""
+    renewals: list[Renewal] = []
+    renew, release_all = ReplicaStore.renew, ReplicaStore.release_all
+
+    async def recorded(self: ReplicaStore, *args: Any, **options: Any) -> Renewal:
+        renewals.append(await renew(self, *args, **options))
+        return renewals[-1]
+
+    async def release(self: ReplicaStore, *args: Any) -> None:
+        await release_all(self, *args)
+        await until(lambda: Renewal.FENCED in renewals, what="the renewal after the release")
+
+    monkeypatch.setattr(ReplicaStore, "renew", recorded)
+    monkeypatch.setattr(ReplicaStore, "release_all", release)
+    async with through_lines(sockets(database), database.name) as (lines, dsn):
+        async with running(database, Network(), dsn=dsn):
+            await hang_with_locks(lines, database)
+        assert renewals[-1] is Renewal.FENCED
+        await until(lambda: fetchval(database, LOCKS_ARE_FREE), what="the locks to be free")
 
 
 @pytest.mark.full
