@@ -214,7 +214,11 @@ async def test_a_refused_publish_is_retried_after_opening(stage: Stage) -> None:
 
 async def test_a_killed_writer_leaves_a_prefix(stage: Stage) -> None:
     broker = stage.broker()
-    at = (await stage.position(broker)).sequence
+    await stage.position(broker)
+    # A writer that is killed between the first chunk of a stream and its index entry leaves a chunk
+    # that RabbitMQ before 3.13 counts, and does not deliver.
+    assert await broker.append(LANE, OWNER, 0, messages(1)) == Appended(1)
+    at = 1
     kills = 0
     async with asyncio.timeout(60):
         while kills < 3:
