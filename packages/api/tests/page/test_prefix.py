@@ -31,6 +31,8 @@ pytestmark = [
 PREFIX = "/ops/outbox"
 NAME = "shop/a b"
 """A name whose path has escapes."""
+READS = {"Overview": "live", "Replicas": "status"}
+"""What a view reads whose name is not that of a list in the API."""
 
 
 @asynccontextmanager
@@ -79,8 +81,14 @@ async def test_the_page_works_below_a_prefix(database: Database) -> None:
         await visitor.sign_in(await make_token(database))
         views = page.get_by_role("navigation", name="Views").get_by_role("link")
         for n in range(await views.count()):
-            async with page.expect_response(f"**{PREFIX}/v1/**"):
+            name = await views.nth(n).inner_text()
+            path = READS.get(name) or name.lower().replace(" ", "-")
+            # Of this view: a response of the one before may still arrive.
+            async with page.expect_response(f"**{PREFIX}/v1/{path}*"):
                 await views.nth(n).click()
+                if name == "Deliveries":
+                    # It reads nothing before an endpoint, a tenant, a key or an event is named.
+                    await visitor.filter_by("key:order-7")
             await visitor.wait_for(page.get_by_role("heading").first)
         await views.get_by_text("Endpoints").click()
         await page.get_by_role("link", name=NAME).click()
