@@ -65,6 +65,7 @@ AXES = {
     "outage": "times what the other takes or reaches; less is better",
     "failover": "leases from kill -9; less is better",
     "replays": "times the latency without a replay; less is better",
+    "feeding": "times the latency without a feed, or the bound; see the table",
     "replicas": "times a single replica's CPU, or its renewals; less is better",
     "commands": "times what the same command takes on an almost empty database; less is better",
     "pages": "times what the same view takes on an almost empty database; less is better",

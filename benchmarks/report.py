@@ -112,6 +112,12 @@ TITLES = {
         "Milliseconds from sending COMMIT to the request's arrival while 100,000 dead letters of "
         "the same endpoint are replayed, 8 lanes, compared with no replay.",
     ),
+    "feeding": (
+        "Live events beside a feed",
+        "Milliseconds from sending COMMIT to the request's arrival while endpoints that begin at "
+        "the oldest event are fed a million earlier ones, compared with no feed; what is fed "
+        "meanwhile, and while nothing is live; and after how long an endpoint subscribes.",
+    ),
     "memory": (
         "Memory",
         "Peak resident size of the relay process, minus that of an idle relay.",

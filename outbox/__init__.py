@@ -20,10 +20,16 @@ from outbox.version import __version__
 
 if TYPE_CHECKING:
     from outbox import fastapi, sync
-    from outbox.errors import InvalidEvent, NoTransaction, OutboxError, UsageError
+    from outbox.errors import (
+        InvalidEvent,
+        NoTransaction,
+        OutboxError,
+        SnapshotRefused,
+        UsageError,
+    )
     from outbox.hosting.in_process import Relay
     from outbox.producers.event import Event
-    from outbox.producers.publish import publish, publish_many, reset
+    from outbox.producers.publish import publish, publish_many, reset, snapshot
 
 __all__ = [
     "Event",
@@ -31,20 +37,28 @@ __all__ = [
     "NoTransaction",
     "OutboxError",
     "Relay",
+    "SnapshotRefused",
     "UsageError",
     "__version__",
     "fastapi",
     "publish",
     "publish_many",
     "reset",
+    "snapshot",
     "sync",
 ]
 
 _MODULES = {
-    "outbox.errors": ("InvalidEvent", "NoTransaction", "OutboxError", "UsageError"),
+    "outbox.errors": (
+        "InvalidEvent",
+        "NoTransaction",
+        "OutboxError",
+        "SnapshotRefused",
+        "UsageError",
+    ),
     "outbox.hosting.in_process": ("Relay",),
     "outbox.producers.event": ("Event",),
-    "outbox.producers.publish": ("publish", "publish_many", "reset"),
+    "outbox.producers.publish": ("publish", "publish_many", "reset", "snapshot"),
 }
 _ORIGIN = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -4,6 +4,7 @@
     ├── UsageError           2   the command, an argument or a setting is wrong
     │   ├── InvalidEvent         an event breaks a limit or a rule
     │   ├── NoTransaction        an event would be committed on its own
+    │   ├── SnapshotRefused      a snapshot has no position
     │   ├── NotFound             a name or id that does not exist
     │   ├── QuotaExceeded        a tenant would have more than its quota
     │   └── Conflict             the current state does not allow the change
@@ -43,7 +44,14 @@ class InvalidEvent(UsageError):
 
 
 class NoTransaction(UsageError):
-    """Publishing on a connection without a transaction: a rollback could not undo the event."""
+    """Publishing on a connection without a transaction: a rollback could not undo the event.
+
+    A snapshot would end with the statement that takes its position.
+    """
+
+
+class SnapshotRefused(UsageError):
+    """The transaction's snapshot has no position, such as at READ COMMITTED."""
 
 
 class NotFound(UsageError):

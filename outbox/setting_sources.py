@@ -26,8 +26,15 @@ CONFIG_VARIABLE = "OUTBOX_CONFIG"
 CONFIG_FILE = "outbox.toml"
 ROOT_UID = 0
 
-# Variables that are read elsewhere: the settings file, tracebacks, PostgreSQL's programs.
-_OTHER_VARIABLES = (CONFIG_VARIABLE, "OUTBOX_DEBUG", "OUTBOX_PG_BIN")
+# Variables that are read elsewhere: the settings file, tracebacks, PostgreSQL's programs, and what
+# `outbox snapshot` sets for its command.
+_OTHER_VARIABLES = (
+    CONFIG_VARIABLE,
+    "OUTBOX_DEBUG",
+    "OUTBOX_PG_BIN",
+    "OUTBOX_SNAPSHOT",
+    "OUTBOX_POSITION",
+)
 
 # Kubernetes sets these variables in every pod of the namespace of a Service that is named
 # `outbox` or `outbox-…`.

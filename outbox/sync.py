@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from outbox.core.model.schema_name import SCHEMA
 from outbox.drivers.blocking import run
 from outbox.producers.event import Event
-from outbox.producers.publishing import driver_for, publish_one, publish_several, release
+from outbox.producers.publishing import (
+    driver_for,
+    publish_one,
+    publish_several,
+    read_position,
+    release,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -38,7 +44,7 @@ if TYPE_CHECKING:
         | BaseDatabaseWrapper
     )
 
-__all__ = ["Event", "publish", "publish_many", "reset"]
+__all__ = ["Event", "publish", "publish_many", "reset", "snapshot"]
 
 
 def publish(
@@ -121,3 +127,25 @@ def reset(connection: ConnectionLike, once_key: str, *, schema: str = SCHEMA) ->
     """
     driver = driver_for(connection, is_async=False, instead="await outbox.reset")
     return run(release(connection, driver, once_key, schema=schema))
+
+
+def snapshot(connection: ConnectionLike, *, schema: str = SCHEMA) -> str:
+    """Take the position of the transaction's snapshot: exactly which events it saw.
+
+    The transaction is REPEATABLE READ, or SERIALIZABLE and READ ONLY, and has not written yet; it
+    may write afterwards.  A session is not flushed.  See `outbox.snapshot`.
+
+    Returns:
+        An opaque text of base64url, of at most 65,536 characters.
+
+    Raises:
+        UsageError: the connection is of an unsupported type.
+        NoTransaction: no transaction is open.
+        SnapshotRefused: the transaction has another isolation level or has written, or the relay
+            has to run first.
+        SchemaMissing: `outbox migrate` was not run.
+        CannotRun: this role may not take a position.
+        Exception: any other error of the driver, unchanged.
+    """
+    driver = driver_for(connection, is_async=False, instead="await outbox.snapshot")
+    return run(read_position(connection, driver, schema=schema))

@@ -16,6 +16,7 @@ CALLED = {
         "claim_once",
         "reset_once",
         "payload_bytes_max",
+        "snapshot_position",
     ),
     "Administer": (
         "set_payload_bytes_max",

@@ -87,6 +87,7 @@ COMMANDS = (
     CommandEntry("completion", "Complete commands and options in a shell.", _SET_UP),
     CommandEntry("publish", "Publish one event.", _WORK),
     CommandEntry("schedule", "Publish events on a cron schedule.", _WORK),
+    CommandEntry("snapshot", "Take a position in the events, and run a command on it.", _WORK),
     CommandEntry("relay", "Run the relay, which delivers published events.", _WORK),
     CommandEntry("api", "Serve the HTTP API, its page and the receivers.", _WORK, API),
     CommandEntry("listen", "Run a receiver for development.", _WORK, DEVTOOLS),

@@ -13,6 +13,7 @@ from outbox.core.model.stored_response import describe_attempts, describe_respon
 from outbox.core.model.text import count
 from outbox.operations.dead_letters.skip import Standing, is_held, stuck_advice
 from outbox.operations.events.future import COUNT_MAX
+from outbox.operations.feeds.progress import describe_feed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,6 +140,9 @@ def notes(overview: Overview) -> Iterator[str]:
             f"{missed.endpoint}: has missed {at_least}{count(missed.events, 'event')} while it was "
             f"disabled; to send what it has missed: {missed.replay_command}"
         )
+    for feed in overview.feeds:
+        left = "" if feed.left_s is None else str(age(feed.left_s))
+        yield f"{feed.endpoint}: {describe_feed(feed, left)}"
     for endpoint in overview.endpoints:
         for note in _notes(endpoint, overview.at):
             yield f"{endpoint.name}: {note}"

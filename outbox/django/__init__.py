@@ -12,7 +12,7 @@ It has the migrations of the schema, system checks, read-only models with an adm
 
 from __future__ import annotations
 
-from outbox.django.publishing import publish, publish_many, reset
+from outbox.django.publishing import publish, publish_many, reset, snapshot
 from outbox.producers.event import Event
 
-__all__ = ["Event", "publish", "publish_many", "reset"]
+__all__ = ["Event", "publish", "publish_many", "reset", "snapshot"]

@@ -110,6 +110,28 @@ def reset(once_key: str, *, using: str = DEFAULT_DB_ALIAS) -> bool:
     return outbox.sync.reset(_connection(using), once_key, schema=read_schema())
 
 
+def snapshot(*, using: str = DEFAULT_DB_ALIAS) -> str:
+    """Take the position of the open transaction's snapshot: exactly which events it saw.
+
+    The transaction is REPEATABLE READ, by the connection's option `isolation_level` or by
+    `SET TRANSACTION ISOLATION LEVEL REPEATABLE READ` as its first statement, and has not written
+    yet.  See `outbox.snapshot`.
+
+    Args:
+        using: alias of the database, one of `OUTBOX_DATABASES`.
+
+    Raises:
+        NoTransaction: it is not inside of `atomic`.
+        SnapshotRefused: as in `outbox.snapshot`.
+        UsageError: `using` is not one of `OUTBOX_DATABASES`.
+        SchemaMissing: the migrations were not applied.
+        CannotRun: this role may not take a position.
+        django.db.Error: any other error, unchanged.
+    """
+    with _name_command(using):
+        return outbox.sync.snapshot(_connection(using), schema=read_schema())
+
+
 @contextmanager
 def _name_command(using: str) -> Iterator[None]:
     """Name Django's command in the error for a missing schema."""

@@ -23,6 +23,8 @@ CREATED_MEANWHILE = ("23505", "42P06")
 """Two sessions have created the same schema or its history, and the other one has committed."""
 NOT_STORED = "OB003"
 """A trigger or a rule suppressed an INSERT: see schema/0014_absence.sql."""
+NO_POSITION = ("OB004", "OB005", "OB006", "OB007", "OB008")
+"""A snapshot has no position: see schema/0027_positions.sql."""
 
 
 class ServerError(NamedTuple):
@@ -32,6 +34,7 @@ class ServerError(NamedTuple):
     """The SQLSTATE; None if the error is not the server's."""
     constraint: str | None
     message: str
+    hint: str | None
 
 
 class DatabaseCondition(Enum):
@@ -51,7 +54,8 @@ def server_error(error: BaseException) -> ServerError:
         sqlstate = sqlstate or getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     diagnostics = getattr(error, "diag", error)
     message = getattr(diagnostics, "message_primary", None) or str(error).partition("\n")[0]
-    return ServerError(sqlstate, getattr(diagnostics, "constraint_name", None), message)
+    hint = getattr(diagnostics, "message_hint", None) or getattr(diagnostics, "hint", None)
+    return ServerError(sqlstate, getattr(diagnostics, "constraint_name", None), message, hint)
 
 
 def condition_of(error: Exception) -> DatabaseCondition | None:

@@ -43,9 +43,13 @@ PENDING = f"""
 DEAD_LETTERS = """
        (SELECT count(*) FROM dead_letter d WHERE d.endpoint_id = e.id AND d.state = 'dead')"""
 """Dead letters of an endpoint `e`."""
-SUBSCRIBED = """EXISTS (
-           SELECT FROM subscription s WHERE s.endpoint_id = e.id AND s.to_batch IS NULL)"""
-"""Whether an endpoint `e` has a current subscription."""
+FED = """EXISTS (
+           SELECT FROM feed f WHERE f.endpoint_id = e.id AND f.ended_at IS NULL)"""
+"""Whether an endpoint `e` is fed what earlier batches sequenced, before it subscribes."""
+SUBSCRIBED = f"""(EXISTS (
+           SELECT FROM subscription s WHERE s.endpoint_id = e.id AND s.to_batch IS NULL)
+        OR {FED})"""
+"""Whether an endpoint `e` has a current subscription, or will have one when it was fed."""
 BLOCKED = """EXISTS (
            SELECT FROM lane l JOIN lane_block b ON b.lane_id = l.id WHERE l.endpoint_id = e.id)"""
 """Whether a lane of an endpoint `e` is blocked."""

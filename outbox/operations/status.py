@@ -10,6 +10,7 @@ from outbox.operations.dead_letters.queries import LAST_REPLAY
 from outbox.operations.endpoints.missed import READ_RECENTLY_MISSED, MissedEvents
 from outbox.operations.endpoints.statuses import READ_STATUSES, EndpointStatus, endpoint_statuses
 from outbox.operations.events.future import HeldEvents, read_held
+from outbox.operations.feeds.progress import FeedProgress, read_feeds
 from outbox.operations.rows import from_row
 from outbox.store.cluster.timeline import read_stopped
 from outbox.store.connection.connect import map_errors
@@ -176,6 +177,8 @@ class Overview:
     replicas: tuple[ReplicaStatus, ...]
     missed: tuple[MissedEvents, ...]
     """What endpoints have missed that were enabled within the last day."""
+    feeds: tuple[FeedProgress, ...]
+    """Endpoints that get earlier events before new ones."""
     pending: int
     sequenced: int
     """Deliveries sequenced in all, since installation."""
@@ -209,6 +212,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
             endpoints = await connection.fetch(READ_STATUSES, limit, None)
             dead = await connection.fetch(COUNT_DEAD_LETTERS)
             missed = await connection.fetch(READ_RECENTLY_MISSED)
+            feeds = await read_feeds(connection)
             unaccounted: int = await connection.fetchval(COUNT_UNACCOUNTED)
             sequenced: int = await connection.fetchval(COUNT_SEQUENCED)
     seen_at = cursor.pop("seen_at")
@@ -227,6 +231,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
         unaccounted_events=unaccounted,
         replicas=tuple(from_row(ReplicaStatus, row) for row in replicas),
         missed=tuple(from_row(MissedEvents, row) for row in missed),
+        feeds=feeds,
         endpoints=await endpoint_statuses(endpoints),
         endpoints_total=endpoints[0]["endpoints_total"] if endpoints else 0,
         dead_letters={row["state"]: row["dead_letters"] for row in dead},

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from outbox.core.model.schema_name import SCHEMA
 from outbox.producers.event import Event
-from outbox.producers.publishing import driver_for, publish_one, publish_several, release
+from outbox.producers.publishing import (
+    driver_for,
+    publish_one,
+    publish_several,
+    read_position,
+    release,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -147,6 +153,34 @@ def reset(
     """
     driver = driver_for(connection, is_async=True, instead="outbox.sync.reset")
     return _named(reset, release(connection, driver, once_key, schema=schema))
+
+
+def snapshot(connection: AsyncConnectionLike, *, schema: str = SCHEMA) -> Coroutine[Any, Any, str]:
+    """Take the position of the transaction's snapshot; await the result.
+
+    The position says exactly which events the snapshot saw.  What is read in the same transaction
+    is the state after these events: a receiver that is filled with it continues with the others.
+    The transaction is REPEATABLE READ, or SERIALIZABLE and READ ONLY, and has not written yet; it
+    may write afterwards.  A session is not flushed.
+
+    On a primary this waits until the events are on disk: up to 0.2 s if some were committed just
+    now without waiting for it (`synchronous_commit = off`), and at most 20 s.
+
+    Returns:
+        An opaque text of base64url, of at most 65,536 characters.
+
+    Raises:
+        UsageError: the connection is of an unsupported type; raised by the call itself, before
+            the result is awaited.
+        NoTransaction: no transaction is open.
+        SnapshotRefused: the transaction has another isolation level or has written, or the relay
+            has to run first.
+        SchemaMissing: `outbox migrate` was not run.
+        CannotRun: this role may not take a position.
+        Exception: any other error of the driver, unchanged.
+    """
+    driver = driver_for(connection, is_async=True, instead="outbox.sync.snapshot")
+    return _named(snapshot, read_position(connection, driver, schema=schema))
 
 
 def _named(

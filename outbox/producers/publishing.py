@@ -15,7 +15,7 @@ from uuid import UUID
 
 from outbox.core.model.schema_name import migrate_command, schema_missing
 from outbox.drivers.connections import OpenConnection, driver_of, open_connection
-from outbox.drivers.errors import NO_PRIVILEGE, NOT_STORED, server_error
+from outbox.drivers.errors import NO_POSITION, NO_PRIVILEGE, NOT_STORED, server_error
 from outbox.drivers.statement import Call
 from outbox.errors import (
     CannotRun,
@@ -23,6 +23,7 @@ from outbox.errors import (
     InvalidEvent,
     NoTransaction,
     OutboxError,
+    SnapshotRefused,
     UsageError,
 )
 from outbox.producers import statements
@@ -154,11 +155,25 @@ async def release(given: Any, driver: Driver, once_key: str, *, schema: str) -> 
         return False
 
 
-async def _open(given: Any, driver: Driver, *, autocommit: bool) -> OpenConnection:
-    """Prepare the connection of an event.
+async def read_position(given: Any, driver: Driver, *, schema: str) -> str:
+    """Return the position of the transaction's snapshot; see `outbox.snapshot`."""
+    connection = await _open_postgresql(given, driver)
+    if not connection.has_transaction:
+        raise NoTransaction(
+            "connection: no transaction is open, so the snapshot would end at once; take the "
+            f"position inside of `{driver.begin}`{driver.below}"
+        )
+    # A session is not flushed: what it writes is not in the snapshot.
+    call = Call(in_schema(statements.SNAPSHOT_POSITION, schema), {})
+    with _map_errors(schema, "take a position"):
+        ((position,),) = await connection.execute(call)
+    return str(position)
+
+
+async def _open_postgresql(given: Any, driver: Driver) -> OpenConnection:
+    """Prepare a connection.
 
     Raises:
-        NoTransaction: nothing is written yet, and what would be written could not be undone.
         UsageError: a database other than PostgreSQL.
     """
     connection = await open_connection(given, driver)
@@ -166,6 +181,17 @@ async def _open(given: Any, driver: Driver, *, autocommit: bool) -> OpenConnecti
         raise UsageError(
             f"connection: events are published in PostgreSQL, not in {connection.dialect}"
         )
+    return connection
+
+
+async def _open(given: Any, driver: Driver, *, autocommit: bool) -> OpenConnection:
+    """Prepare the connection of an event.
+
+    Raises:
+        NoTransaction: nothing is written yet, and what would be written could not be undone.
+        UsageError: a database other than PostgreSQL.
+    """
+    connection = await _open_postgresql(given, driver)
     if not autocommit and not connection.has_transaction:
         raise NoTransaction(
             "connection: no transaction is open, so the event would be committed on its own; "
@@ -234,27 +260,33 @@ async def _savepoint(connection: OpenConnection) -> AsyncIterator[None]:
 
 
 @contextmanager
-def _map_errors(schema: str) -> Iterator[None]:
-    """Translate permission, schema and CHECK errors; others of the driver pass unchanged."""
+def _map_errors(schema: str, action: str = "publish") -> Iterator[None]:
+    """Translate permission, schema and CHECK errors; others of the driver pass unchanged.
+
+    Args:
+        action: what the role wants to do, for the message.
+    """
     try:
         yield
     except Exception as error:
-        mapped = _mapped(error, schema)
+        mapped = _mapped(error, schema, action)
         if mapped is None:
             raise
         raise mapped from error
 
 
-def _mapped(error: Exception, schema: str) -> OutboxError | None:
-    sqlstate, constraint, message = server_error(error)
+def _mapped(error: Exception, schema: str, action: str) -> OutboxError | None:
+    sqlstate, constraint, message, hint = server_error(error)
     if sqlstate in _SCHEMA_MISSING:
         return schema_missing(schema)
     if sqlstate == NO_PRIVILEGE:
         return CannotRun(
-            f"{message}: this role may not publish; run: {migrate_command(schema)} --producer ROLE"
+            f"{message}: this role may not {action}; run: {migrate_command(schema)} --producer ROLE"
         )
     if sqlstate == NOT_STORED:
         return EventSuppressed(message)
+    if sqlstate in NO_POSITION:
+        return SnapshotRefused(f"{message}. {hint}")
     if sqlstate == _CHECK_VIOLATION:
         column, must, rule = (constraint or "").partition("_must_")
         if must and column in _COLUMNS:

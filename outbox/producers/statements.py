@@ -114,6 +114,9 @@ SELECT {schema}.claim_once(
 # Releases an idempotency key; true if it was taken.
 RESET_ONCE = "SELECT {schema}.reset_once(CAST(:once AS text))"
 
+# The position of the transaction's snapshot; see schema/0027_positions.sql.
+SNAPSHOT_POSITION = "SELECT {schema}.snapshot_position()"
+
 # Begin, commit and roll back: a savepoint inside the caller's transaction, or a transaction.
 NESTED = (
     "SAVEPOINT outbox",

@@ -15,9 +15,9 @@ import structlog
 
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.cluster.reopening import ReopeningConnection
-from outbox.relay.cluster.watchdog import ResponseOverdue, response_deadline
 from outbox.store.cluster.sessions import WORKERS, continue_session, session_label
 from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line
+from outbox.store.connection.response_deadline import ResponseOverdue, response_deadline
 from outbox.store.errors import Fenced
 from outbox.store.sequencing.stalls import CommitUnconfirmed
 

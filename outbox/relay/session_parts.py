@@ -24,6 +24,7 @@ from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
 from outbox.relay.delivery.loop_lag import sample_loop_lag
 from outbox.relay.delivery.recorder import Recorder
 from outbox.relay.maintenance import maintain
+from outbox.relay.sequencing.feed_reader import FeedReader
 from outbox.relay.sequencing.schedule_runner import ScheduleRunner
 from outbox.relay.sequencing.sequencer import Sequencer
 from outbox.relay.session_clocks import SessionClocks
@@ -169,6 +170,13 @@ def build_session(
         lambda: (workers.cursor.get_server_pid(), workers.control.get_server_pid()),
     )
     sequencer.on_lead = (listener.set_leader, schedule_runner.set_leader)
+    feed_reader = FeedReader(
+        sequencer.cursor.feeder,
+        partial(connections.reopened, registered.label, long=False),
+        lambda worker: (stores.feeds(worker), stores.filters(worker)),
+        wakeups.published,
+        settings.lease_s,
+    )
     watchdog = Watchdog(
         {
             "ownership": workers.control,
@@ -219,6 +227,7 @@ def build_session(
         recorder.run(),
         supervisor.run(),
         schedule_runner.run(),
+        feed_reader.run(),
         maintain(
             stores.partitions(workers.maintenance),
             retention,

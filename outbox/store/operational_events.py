@@ -25,7 +25,9 @@ from outbox.store.sql.message import WriteStatement
 # An uncorrelated subquery: evaluated once per statement, not per row.
 HAS_OPERATIONAL_SUBSCRIBER = """(
     SELECT EXISTS (SELECT FROM subscription
-                    WHERE to_batch IS NULL AND selects_operational_events(types)))"""
+                    WHERE to_batch IS NULL AND selects_operational_events(types))
+        OR EXISTS (SELECT FROM feed
+                    WHERE ended_at IS NULL AND selects_operational_events(types)))"""
 
 RESPONSE_FIELDS = (
     "'status', {0}.last_response -> 'status', 'failure', {0}.last_response -> 'failure'"

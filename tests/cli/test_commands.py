@@ -325,7 +325,8 @@ def test_endpoint_add_shows_the_secret_once(here: Command) -> None:
     assert response.err == ""
     made = response.json
     assert list(made) == [
-        *("id", "name", "url", "secret", "lanes", "types", "waiting", "warnings"),
+        *("id", "name", "url", "secret", "lanes", "types", "waiting", "events_before"),
+        "warnings",
     ]
     assert (made["name"], made["url"], made["lanes"]) == ("billing", URL, 2)
     assert made["secret"].startswith("whsec_")
@@ -729,8 +730,8 @@ def test_status(here: Command, database: Database) -> None:
     seen = here("status", "--json").json
     assert list(seen) == [
         "schema", "at", "cursor", "blocker", "stopped", "open_gaps", "held",
-        "unaccounted_events", "replicas", "missed", "pending", "sequenced", "endpoints_total",
-        "endpoints", "dead_letters", "dead_letters_of_removed",
+        "unaccounted_events", "replicas", "missed", "feeds", "pending", "sequenced",
+        "endpoints_total", "endpoints", "dead_letters", "dead_letters_of_removed",
     ]  # fmt: skip
     assert (seen["cursor"]["high"], seen["cursor"]["last_id"], seen["cursor"]["lag"]) == (0, 1, 1)
     assert [e["name"] for e in seen["endpoints"]] == ["a"]

@@ -107,7 +107,8 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "--json",
     )  # fmt: skip
     assert list(made.json) == [
-        *("id", "name", "url", "secret", "lanes", "types", "waiting", "warnings"),
+        *("id", "name", "url", "secret", "lanes", "types", "waiting", "events_before"),
+        "warnings",
     ]
     shown = here("endpoint", "show", "a", "--json")
     assert "hunter2" not in shown.out

@@ -97,7 +97,7 @@ class Leader:
             for n, (tenant, text) in enumerate(self.filters)
             if (tenant, text) not in self.stopped
         )
-        self.evaluator.load_routes(self.router)
+        self.evaluator.load_filters(self.router.filters)
 
     async def batch(self, events: int = 1) -> float:
         """Sequence a batch; returns its time."""
@@ -326,7 +326,7 @@ def test_a_filter_that_fails_is_stopped_alone_and_reported_until_that_is_stored(
         for _ in range(2):
             _, stopped = await leader.evaluator.evaluate(leader.router, events)
             assert stopped == {COSTLY: FilterFailure(FilterStopReason.FAILS, "it is broken")}
-            leader.evaluator.load_routes(leader.router)
+            leader.evaluator.load_filters(leader.router.filters)
         await leader.batch()
         server.statements.clear()
         await leader.batch()

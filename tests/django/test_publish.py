@@ -10,8 +10,9 @@ from django.db import connections, transaction
 from django.test import TestCase
 from django.test.utils import override_settings
 
-from outbox.django import Event, publish, publish_many, reset
-from outbox.errors import NoTransaction, SchemaMissing, UsageError
+from outbox.core.model.position import parse_position
+from outbox.django import Event, publish, publish_many, reset, snapshot
+from outbox.errors import NoTransaction, SchemaMissing, SnapshotRefused, UsageError
 from tests.django.projects import database_settings, project
 
 if TYPE_CHECKING:
@@ -130,3 +131,20 @@ def test_an_absent_schema_is_reported() -> None:
         transaction.atomic(),
     ):
         publish("order.paid", {})
+
+
+@pytest.mark.usefixtures("site")
+def test_a_position_is_taken_inside_of_atomic() -> None:
+    with pytest.raises(NoTransaction, match="take the position inside of"):
+        snapshot()
+    with pytest.raises(UsageError, match='using: database "other" has no outbox'):
+        snapshot(using="other")
+    with pytest.raises(SnapshotRefused, match="READ COMMITTED"), transaction.atomic():
+        snapshot()
+    publish("order.paid", {}, key="seen", autocommit=True)
+    with transaction.atomic(), connections["default"].cursor() as cursor:
+        cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        position = snapshot(using="default")
+        publish("order.paid", {}, key="written afterwards")
+    assert parse_position(position).seen == ((1, 1),)
+    assert keys() == ["seen", "written afterwards"]

@@ -83,7 +83,7 @@ async def end_jobs(worker: Sequencer) -> None:
     """Sequence until no job is left."""
     for _ in range(100):
         await ranges.turn(worker)
-        if worker.cursor.leads and worker.cursor.replay_at is None:
+        if worker.cursor.leads and worker.cursor.due_at is None:
             return
     raise AssertionError("the jobs do not end")
 

@@ -702,6 +702,7 @@ async def test_a_batch_planned_before_a_period_began_is_not_written(
             erasures=None,
             notification=None,
             replays=ReplayBatch(),
+            fed=(),
             stopped={},
         )
     )

@@ -154,18 +154,24 @@ async def test_any_attempts_come_back_the_same(owner: Owner, seed: int) -> None:
 async def deliveries_round_trip(
     database: Database, rng: random.Random
 ) -> tuple[list[Any], list[Any]]:
-    """The same for deliveries: ids that fall, jump or repeat, and replays at the end."""
+    """The same for deliveries: ids that fall, jump or repeat; fed ones first, replays last."""
     deliveries = Deliveries()
     expected, at = [], defaultdict(lambda: rng.randrange(1, 10**12))
     counters: dict[int, int] = defaultdict(lambda: rng.randrange(10))
-    for _ in range(rng.randrange(1500)):
-        lane_id = rng.randrange(1, rng.choice([2, 6]))
+    numbers = rng.randrange(1500)
+    fed = rng.choice([0, rng.randrange(numbers + 1)])
+    deliveries.feed_ids = tuple(sorted(rng.choices([3, 4], k=fed)))
+    for n in range(numbers):
+        feed_id = deliveries.feed_ids[n] if n < fed else None
+        # A feed has lanes of its own, in which the events of the batch follow.
+        lane_id = rng.randrange(1, rng.choice([2, 6])) if feed_id is None else feed_id
         at[lane_id] += rng.choice([1, 1, 1, 2, 31, OFFSET_MAX, OFFSET_MAX + 1, 10**11, -1, 0])
         counters[lane_id] += 1
         deliveries.lane_ids.append(lane_id)
         deliveries.seqs.append(counters[lane_id])
         deliveries.outbox_ids.append(at[lane_id])
-        expected.append((lane_id, 7, counters[lane_id], at[lane_id], None, None, None, None))
+        what = lane_id, 7, counters[lane_id], at[lane_id]
+        expected.append((*what, None, None, None, None, feed_id))
     replays = []
     for n in range(rng.randrange(20)):
         lane_id = rng.randrange(1, 6)
@@ -176,12 +182,12 @@ async def deliveries_round_trip(
         deliveries.seqs.append(counters[lane_id])
         deliveries.outbox_ids.append(n)
         again = replay.id, replay.seq, replay.backfill_id, replay.copy_id
-        expected.append((lane_id, 7, counters[lane_id], n, *again))
+        expected.append((lane_id, 7, counters[lane_id], n, *again, None))
     deliveries.repeats = tuple(replays)
     async with database.at_hand() as db:
         await db.execute(
             "INSERT INTO delivery_run (batch, lane_id, seq, outbox_id, offsets, replay_id, "
-            "                          replay_seq, backfill_id, copy_id) "
+            "                          replay_seq, backfill_id, copy_id, feed_id) "
             f"SELECT 7, d.* FROM unnest({literal(delivery_runs(deliveries))}"
             "::delivery_run_row[]) AS d"
         )

@@ -20,7 +20,7 @@ POLL_S = 2.0
 
 
 def _sequencer(*, notified: bool = True) -> Sequencer:
-    store = SimpleNamespace(filters=None, replay_feed=None, routing=None, stalls=None)
+    store = SimpleNamespace(feeds=None, filters=None, replay_feed=None, routing=None, stalls=None)
     unused = cast("SequencingStore", store)
     return Sequencer(
         unused, 1, Settings(poll_s=POLL_S), Wakeups(), lambda _: None,

@@ -88,7 +88,8 @@ def _many(seeds: range, jobs: int, mutant: str | None) -> int:
         f"{found.seeds} virtual hours in {found.seconds:.0f} s: {found.events} events, "
         f"{found.requests} requests ({found.duplicates} duplicates), {found.faults} faults, "
         f"{found.take_overs} changes of ownership, {found.statements} statements, "
-        f"{found.steps} steps, {found.proof_aborts} aborts by the proof of absence; "
+        f"{found.steps} steps, {found.proof_aborts} aborts by the proof of absence; feeds: "
+        f"{', '.join(f'{n} {what}' for what, n in sorted(found.feeds.items()))}; "
         f"{len(found.bad)} with a violation"
     )
     if mutant is not None:

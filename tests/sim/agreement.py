@@ -10,7 +10,7 @@ from __future__ import annotations
 import pkgutil
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
@@ -23,11 +23,14 @@ from outbox.core.delivery.commands import LaneSnapshot, Record, Send
 from outbox.core.delivery.event_cache import EventCache
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.operational_events import ReportedState
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.response import AttemptResult
 from outbox.core.model.response_policy import AttemptOutcome
 from outbox.core.model.retry_policy import RetryPolicy
+from outbox.core.model.start import BEGINNING
 from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.core.sequencing.batch_notifications import READ_BATCHES
+from outbox.core.sequencing.feeds import IDLE_MAX, FeedPace, Place, split_by_batch
 from outbox.core.sequencing.filter_budget import FilterFailure, FilterStopReason
 from outbox.core.sequencing.gaps import CursorChange
 from outbox.core.sequencing.partition_window import Retention
@@ -36,6 +39,9 @@ from outbox.errors import OutboxError
 from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.operations.dead_letters.skip import LaneMoved
 from outbox.relay.sequencing.cursor import Cursor, SequencedBatch
+from outbox.relay.sequencing.feed_reader import FeedReader
+from outbox.relay.sequencing.filter_evaluator import FilterEvaluator
+from outbox.relay.wake_event import WakeEvent
 from outbox.store.cluster.sessions import session_label
 from outbox.store.cluster.timeline import History
 from outbox.store.delivery.delivery_reads import LaneRead
@@ -49,11 +55,13 @@ if TYPE_CHECKING:
     import random
     from uuid import UUID
 
+    from outbox.core.model.position import Position
 
 SCHEMA = "relay"
 LEASE_S = 100.0
 STARTED_AT = 1_700_000_000.0
 POLICY = RetryPolicy(base_s=1.0, attempts_max=3)
+ENDPOINTS_MAX = 7
 LATER_GENERATION = 10**12
 """Less than any generation that begins a new history."""
 
@@ -67,6 +75,7 @@ REAL_PACKAGES = (
 OPERATIONS = {
     "backfill": "replays.backfill",
     "discard": "dead_letters.discard",
+    "catch_up": "feeds.catch_up",
     "endpoint_changes": "endpoints.changes",
     "endpoint_states": "endpoints.states",
     "endpoint_writes": "endpoints.writes",
@@ -74,6 +83,7 @@ OPERATIONS = {
     "replays": "dead_letters.replay",
     "schedule_changes": "schedules.changes",
     "skip": "dead_letters.skip",
+    "starts": "feeds.starts",
 }
 """Modules of `outbox.operations`, by the names of their stand-ins."""
 
@@ -91,6 +101,13 @@ def _module_of(packages: tuple[str, ...], name: str) -> ModuleType:
     # A package may have the name of a module of another one.
     found = (spec for spec in specs if spec is not None and not spec.submodule_search_locations)
     return import_module(next(found).name)
+
+
+class Unpaced(FeedPace):
+    """Feeds as much as the feeds have: a server returns them in any order."""
+
+    def limit(self, now: float, own_events: int) -> int:
+        return IDLE_MAX
 
 
 class Side(Protocol):
@@ -122,6 +139,10 @@ class Side(Protocol):
 
     async def erase_held(self, key: str) -> None:
         """Delete the future events of a key."""
+        ...
+
+    async def position(self) -> Position:
+        """The position of a snapshot that is taken now."""
         ...
 
     async def set_schedules_due(self) -> None:
@@ -180,7 +201,7 @@ class Script:
             (1, self._change_schedules), (2, self._run_schedules), (2, self._lag),
             (1, self._register_and_release), (1, self._hold_cursor), (1, self._filter),
             (1, self._read_database_stats), (4, self._maintain), (1, self._restore),
-            (2, self._share),
+            (2, self._share), (1, self._add_endpoint), (3, self._feeds), (3, self._disable_for_now),
         ]  # fmt: skip
         for _ in range(steps):
             ((_, act),) = self._rng.choices(acts, [weight for weight, _ in acts])
@@ -211,6 +232,7 @@ class Script:
         )  # fmt: skip
         # The two clocks differ, on which the interval between proofs depends.
         cursor.reader._tracker.proof_every_s = 0.0
+        cursor.feeder._pace = Unpaced()
         return cursor
 
     def _records(self, replica_id: int) -> Any:
@@ -238,11 +260,24 @@ class Script:
     async def _sequence(self) -> Any:
         # A new leader takes replays only after its first batch.
         cursor = self._cursors[self._ids[self._rng.random() < 0.2]]
+        await self._read_ahead(cursor)
         asleep_s = 60 if self._rng.random() < 0.2 else None
         result = await cursor.sequence_batch(asleep_s=asleep_s)
         state = await self._store.state()
         status = await self._store.leader_status(self._rng.choice(self._ids))
         return result, state, status, self._batches.copy()
+
+    async def _read_ahead(self, cursor: Cursor) -> None:
+        """Read ahead for feeds, and limit them."""
+        store, limit = self._stores.feeds.FeedStore(self._db), self._rng.choice((None, None, 2))
+        evaluator = FilterEvaluator(self._store.filters)
+        reader = FeedReader(
+            cursor.feeder, self._side.connect, lambda worker: worker, WakeEvent(), 1.0
+        )
+        for feed in sorted(cursor.feeder.feeds, key=lambda feed: feed.id):
+            if self._rng.random() < 0.5:
+                await reader._read(store, evaluator, [feed])
+            feed.pending_max = limit
 
     async def _lag(self) -> Any:
         me = self._rng.choice(self._ids)
@@ -504,6 +539,7 @@ class Script:
             erasures=None,
             notification=None,
             replays=ReplayBatch(),
+            fed=(),
             stopped={(None, "of no endpoint"): FilterFailure(FilterStopReason.SLOW, "too slow")},
         )
         state = await store.state()
@@ -669,7 +705,11 @@ class Script:
             )
             return name, changed.changed, changed.unblocked
         elif u < 0.63:
-            await stores.endpoint_states.enable_endpoint(db, SCHEMA, name, actor="test")
+            catch_up = rng.random() < 0.7
+            enabled = await stores.endpoint_states.enable_endpoint(
+                db, SCHEMA, name, actor="test", catch_up=catch_up
+            )
+            return name, enabled.catches_up_pending, enabled.catches_up_events
         elif u < 0.7:
             owner = self._owner.get(self._side.endpoint_ids[int(name[1:])], 0)
             store = self._state_store(owner)
@@ -698,6 +738,61 @@ class Script:
             some = DeadLetterSelection(everything=not ids, ids=ids)
             return await stores.discard.discard_dead_letters(db, SCHEMA, some, actor="test")
         return name
+
+    async def _disable_for_now(self) -> Any:
+        """Disable an endpoint, dead-letter what is pending, and enable it with that."""
+        await self._claim()
+        name = f"e{self._rng.randrange(len(self._side.endpoint_ids))}"
+        endpoint_id = self._side.endpoint_ids[int(name[1:])]
+        store = self._state_store(self._owner.get(endpoint_id, 0))
+        disabled = await store.disable(endpoint_id, "test", {})
+        ended = await self._finish()
+        sequenced = [await self._sequence() for _ in range(self._rng.randrange(3))]
+        enabled = await self._stores.endpoint_states.enable_endpoint(
+            self._db, SCHEMA, name, actor="test", catch_up=True
+        )
+        numbers = enabled.catches_up_pending, enabled.catches_up_events
+        return name, disabled, ended, sequenced, numbers
+
+    async def _add_endpoint(self) -> Any:
+        """Add an endpoint, which may begin at an earlier place."""
+        rng, ids = self._rng, self._side.endpoint_ids
+        hour = timedelta(hours=1)
+        begins = (None, BEGINNING, hour, timedelta(0), await self._side.position())
+        # One after the other, so that few are added.
+        start, position = rng.choice(begins), begins[-1]
+        if len(ids) >= ENDPOINTS_MAX:
+            return None
+        if start is position and rng.random() < 0.5:
+            await self._publish()
+            await self._sequence()
+        name = f"e{len(ids)}"
+        settings = EndpointSettings(
+            all_tenants=True, name=name, url=f"http://{name}.test/", lanes=2, retry=POLICY
+        )
+        added = await self._stores.endpoint_changes.add_endpoint(
+            self._db, SCHEMA, settings, actor="test", start=start
+        )
+        ids.append(added.id)
+        return added.name, added.lanes, added.types, added.waiting, added.events_before
+
+    async def _feeds(self) -> Any:
+        """Read ahead for the running feeds."""
+        store = self._stores.feeds.FeedStore(self._db)
+        loaded = sorted(await store.read_feeds(60.0), key=lambda feed: feed.id)
+        pending = await store.read_pending(self._side.endpoint_ids, 10.0)
+        numbers = [(self._n(i), each.pending, each.high) for i, each in pending.items()]
+        read = []
+        places = [feed.place for feed in loaded]
+        for place in (*places, Place(self._rng.randrange(10), self._rng.randrange(20))):
+            batches = await store.read_batches(place, *self._rng.choice(((1, 1), (5, 9), (99, 99))))
+            events = await store.read_events(batches) if batches else []
+            split = split_by_batch(batches, events) if batches else []
+            read.append((batches, [[past.event.id for past in some] for some in split]))
+        feeds = [(self._n(f.endpoint_id), f.place, f.seen, f.route) for f in loaded]
+        feeds = [(n, *f, replace(route, endpoint_id=n)) for n, *f, route in feeds]
+        waiting = await store.read_waiting([feed.id for feed in loaded])
+        return feeds, sorted(waiting), sorted(numbers), read
 
     async def _skip(self, name: str) -> Any:
         """Skip the next delivery of a lane, or one that has just ended or waits behind it."""

@@ -17,6 +17,7 @@ from tests.sim import moments
 from tests.sim.books import Attempt, LaneBook, Sent, Violation
 from tests.sim.database.engine import SHARE
 from tests.sim.database.inserts import OUTBOX_LOCK
+from tests.sim.fed import Fed
 from tests.sim.limits import RESOLUTION_S, Limits
 from tests.sim.operational import RESERVED, Operational
 from tests.sim.received import Received
@@ -136,6 +137,7 @@ class Checker:
         self.timetable = Timetable(self, late_s)
         self.shares = Shares(world, database)
         self.replayed = Replayed(database, lambda event_id: batch_of(self, event_id))
+        self.fed = Fed(database, lambda endpoint_id: self.sequenced[endpoint_id])
         self.limits = Limits(database)
         self.operational = Operational(database, lambda: world.now)
         database.on_commit.append(self._committed)
@@ -176,6 +178,7 @@ class Checker:
                     self._fenced(*what)
                 case "observed":
                     self._observed(*what)
+        self.fed.committed(tx)
         self.replayed.settled(tx)
         for row in (tx.writes.get(db.dead_letter) or {}).values():
             if row is not None:
@@ -266,6 +269,8 @@ class Checker:
             self._dead_ids.update(ids)
             if there := [i for i in ids if i in db.outbox]:
                 raise Violation("loss", f"events {there} exist, but were declared dead")
+        self.fed.batch(batch, before)
+        live: set[int] = set()
         for lane_id, each in given:
             book = self._by_id[lane_id]
             if each.seq != book.last_seq + 1:
@@ -278,7 +283,8 @@ class Checker:
             endpoint = db.endpoint.rows[book.endpoint_id]
             if book.generation != endpoint["generation"]:
                 raise Violation("routing", f"lane {lane_id} has ended, but gets {each.seq}")
-            if not self._active(book.endpoint_id, batch.batch):
+            is_fed = each.feed_id is not None or (each.again and self._fed(book.endpoint_id))
+            if not is_fed and not self._active(book.endpoint_id, batch.batch):
                 raise Violation(
                     "routing", f"{endpoint['name']} has no subscription in {batch.batch}"
                 )
@@ -288,15 +294,28 @@ class Checker:
             if each.outbox_id in self.sequenced[book.endpoint_id]:
                 raise Violation("twice", f"event {each.outbox_id} for {endpoint['name']}")
             self.sequenced[book.endpoint_id].add(each.outbox_id)
-            self.in_batch[each.outbox_id] = batch.batch
-            self._not_before(each.outbox_id, batch)
-            self._in_time(each.outbox_id, before)
+            if each.feed_id is not None:
+                if lane_id in live:
+                    raise Violation("feed", f"lane {lane_id}: {each.seq} follows a live event")
+                self.fed.given(each, book)
+            else:
+                live.add(lane_id)
+                self.fed.live(each, book)
+                self.in_batch[each.outbox_id] = batch.batch
+                self._not_before(each.outbox_id, batch)
+                self._in_time(each.outbox_id, before)
             if event.key is not None and not event.type.startswith(RESERVED):
                 version = orjson.loads(event.payload)["v"]
                 if version <= book.versions.get(event.key, 0):
                     raise Violation("order", f"lane {lane_id}: {event.key} v{version} comes late")
                 book.versions[event.key] = version
         self._batch_at = self.world.now
+
+    def _fed(self, endpoint_id: UUID) -> bool:
+        return any(
+            f["endpoint_id"] == endpoint_id and f["ended_at"] is None
+            for f in self.database.feed.rows.values()
+        )
 
     def _active(self, endpoint_id: UUID, batch: int) -> bool:
         return any(

@@ -38,6 +38,7 @@ class FaultPlan:
             records.write_acknowledgements.__name__: self._on_record,
             batches.write_batch.__name__: self._on_batch,
             batches.write_replays.__name__: self._on_replays,
+            batches.write_fed.__name__: self._on_fed,
             change.write_message.__name__: self._on_change,
             future_events.move_events.__name__: self._on_move,
         }
@@ -64,6 +65,10 @@ class FaultPlan:
             at(moments.REQUEST, rng.randrange(1, requests), self._isolate_at_once)
         for _ in range(rng.choice((0, 1, 2)) if count else 0):
             at(moments.REPLAY, rng.randrange(1, 10), self._terminate_soon)
+        for _ in range(rng.choice((0, 1, 3)) if count else 0):
+            at(moments.FEED, rng.randrange(1, 20), self._terminate_soon)
+        for _ in range(rng.choice((0, 1, 3)) if count else 0):
+            at(moments.FEED, rng.randrange(1, 20), self._strike_soon)
         for _ in range(rng.choice((0, 2, 4)) if count else 0):
             at(moments.COMMAND, rng.randrange(1, 16), self._disconnect_soon)
         for _ in range(rng.choice((0, 1, 2)) if count else 0):
@@ -100,6 +105,10 @@ class FaultPlan:
     def _on_replays(self, connection: Connection) -> None:
         self._sequencer = connection
         self._moments.come(moments.REPLAY, connection.process.name)
+
+    def _on_fed(self, connection: Connection) -> None:
+        self._sequencer = connection
+        self._moments.come(moments.FEED, connection.process.name)
 
     def _on_move(self, connection: Connection) -> None:
         if connection.process.name in self._fleet.relays:

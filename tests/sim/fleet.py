@@ -56,6 +56,9 @@ class SimulatedConnections:
         connection = Connection(self._fleet.database, self._process, name)
         return await self._open(connection, self._fleet.settings.lease_s * 0.8)
 
+    async def reopened(self, name: str, *, long: bool) -> Connection:
+        return await self.worker(name, long=long)
+
     async def _open(self, connection: Connection, idle_timeout_s: float) -> Connection:
         try:
             await asyncio.wait_for(connection.open(), 10)

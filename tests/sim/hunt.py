@@ -9,6 +9,7 @@ import selectors
 import sys
 import time
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ class Totals:
     faults: int = 0
     take_overs: int = 0
     proof_aborts: int = 0
+    feeds: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     bad: list[Result] = field(default_factory=list)
 
@@ -40,6 +42,7 @@ class Totals:
         self.seeds += 1
         for name in ("steps", "statements", "events", "requests", "duplicates", "faults"):
             setattr(self, name, getattr(self, name) + getattr(result, name))
+        self.feeds += result.feeds
         self.take_overs += result.take_overs
         self.proof_aborts += result.proof_aborts
         if not result.good:
@@ -67,7 +70,7 @@ def _child(seed: int, mutant: str | None, out: int) -> None:
         result = run_one(seed, mutant)
     except BaseException:
         text = traceback.format_exc()
-        result = Result(seed, (Violation("crash", text),), *[0] * 10)
+        result = Result(seed, (Violation("crash", text),), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     with os.fdopen(out, "wb") as pipe:
         pickle.dump(result, pipe)
     sys.stdout.flush()

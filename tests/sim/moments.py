@@ -17,6 +17,7 @@ OPEN = "a transaction that has published stays open"
 RECORD = "acknowledgements are written"
 BATCH = "a batch is written"
 REPLAY = "a batch with replays is written"
+FEED = "a batch with deliveries of feeds is written"
 COMMAND = "a command of an operator begins"
 CHANGE = "a change by an operator is written"
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
 from outbox.core.model.ids import lane_name
+from outbox.core.model.start import BEGINNING
 from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.errors import OutboxError
 from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.operations.endpoints.states import require_state
 from tests.sim.clients import TENANTS
 from tests.sim.database.connection import Connection
+from tests.sim.database.positions import take_position
 from tests.sim.database.tables import SCHEMA
+from tests.sim.operational import RESERVED
 from tests.sim.stores import (
     backfill,
     discard,
@@ -35,8 +39,11 @@ from tests.sim.timetable import GRIDS
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Collection
     from uuid import UUID
 
+    from outbox.core.model.endpoint_settings import EndpointSettings
+    from outbox.core.model.position import Position
     from tests.sim.simulation import Simulation
     from tests.sim.stores.change import Change
     from tests.sim.timetable import Kind
@@ -91,6 +98,85 @@ class Operator:
         await asyncio.sleep(self._rng.choice((3.0, 60.0)))
         await self._try(endpoint_states.resume_endpoints, [name])
 
+    def disable_soon(self, _: str) -> None:
+        """Disable an endpoint for some time."""
+        self._acting.append(self._sim.operator_process.run(self._disable_for_some_time()))
+
+    async def _disable_for_some_time(self) -> None:
+        rng, db = self._rng, self._sim.database
+        name = rng.choice(list(db.endpoint.rows.values()))["name"]
+        await self._disable(name)
+        missed_s = rng.choice((0.1, 5.0, 60.0, 600.0))
+        for _ in range(5):
+            await asyncio.sleep(missed_s * rng.random())
+            await self._enable(name)
+
+    def interfere_soon(self, _: str) -> None:
+        """Change an endpoint that is being fed."""
+        self._acting.append(self._sim.operator_process.run(self._interfere()))
+
+    async def _interfere(self) -> None:
+        rng, db = self._rng, self._sim.database
+        await asyncio.sleep(rng.expovariate(rng.choice((300, 30, 1))))
+        fed = [f["endpoint_id"] for f in db.feed.rows.values() if f["ended_at"] is None]
+        if not fed:
+            return
+        endpoint = db.endpoint.rows[rng.choice(fed)]
+        name, u = endpoint["name"], rng.random()
+        if u < 0.3:
+            await self._disable(name)
+            await asyncio.sleep(rng.choice((0.5, 20.0)) * rng.random())
+            await self._enable(name)
+        elif u < 0.5:
+            await self._enable(name)
+        elif u < 0.7:
+            await self._change_lanes(name, rng.choice((1, 2, 3, 4)))
+        elif u < 0.9:
+            await self._change_types(name)
+        else:
+            await self._try(endpoint_states.pause_endpoints, [name])
+
+    def add_soon(self, _: str) -> None:
+        """Add an endpoint that begins at an earlier place."""
+        self._acting.append(self._sim.operator_process.run(self._add()))
+
+    async def _add(self) -> None:
+        rng, sim = self._rng, self._sim
+        begins: list[Any] = [BEGINNING, timedelta(seconds=rng.choice((1, 60, 600)))]
+        taken = await self._take_position()
+        if taken is not None:
+            begins += [taken[0]] * 5
+        await asyncio.sleep(rng.choice((0.0, 1.0, 60.0, 600.0)) * rng.random())
+        start, settings = rng.choice(begins), sim.new_settings()
+        if taken is not None and start is taken[0]:
+            sim.checker.fed.starts[settings.name] = taken[1]
+        await self._try(endpoint_changes.add_endpoint, settings, start=start)
+
+    async def _take_position(self) -> tuple[Position, Collection[int]] | None:
+        connection = Connection(self._sim.database, self._sim.operator_process, "application")
+        try:
+            await connection.open()
+            return await connection.call(take_position)
+        except TROUBLE:
+            return None
+        finally:
+            connection.terminate()
+
+    async def _enable(self, name: str) -> None:
+        """Enable an endpoint, mostly with what it has missed."""
+        catch_up = self._rng.random() < 0.6
+        await self._try(endpoint_states.enable_endpoint, name, catch_up=catch_up)
+
+    async def _change_types(self, name: str) -> None:
+        """Subscribe to all ordinary types, or to some."""
+        some = self._rng.choice((("**",), ("t0.changed", "t1.changed"), ("t1.changed",)))
+
+        def edit(settings: EndpointSettings) -> EndpointSettings:
+            reserved = tuple(each for each in settings.types if each.startswith(RESERVED))
+            return replace(settings, types=(*some, *reserved))
+
+        await self._try(endpoint_changes.update_endpoint, name, edit)
+
     async def settle(self) -> None:
         """Enable, resume and unblock everything, until cancelled."""
         db = self._sim.database
@@ -99,7 +185,7 @@ class Operator:
             for endpoint in list(db.endpoint.rows.values()):
                 state, name = endpoint["state"], endpoint["name"]
                 if state == "disabled":
-                    await self._try(endpoint_states.enable_endpoint, name)
+                    await self._enable(name)
                 blocked = any(
                     db.lane.rows[b]["endpoint_id"] == endpoint["id"] for b in db.lane_block.rows
                 )
@@ -129,8 +215,10 @@ class Operator:
     async def _change(self, name: str) -> None:
         """Change an endpoint, or decide about its deliveries."""
         u = self._rng.random()
-        if u < 0.3:
+        if u < 0.22:
             await self._change_lanes(name, self._rng.choice((1, 2, 3, 4)))
+        elif u < 0.3:
+            await self._change_types(name)
         elif u < 0.45:
             await self._try(endpoint_states.pause_endpoints, [name])
         elif u < 0.65:
@@ -138,7 +226,7 @@ class Operator:
         elif u < 0.72:
             await self._disable(name)
         elif u < 0.78:
-            await self._try(endpoint_states.enable_endpoint, name)
+            await self._enable(name)
         elif u < 0.85:
             await self._skip()
         elif u < 0.93:
@@ -248,6 +336,7 @@ class Operator:
                 found = await endpoint_changes.find_endpoint(change, name)
                 require_state(found, ("active", "paused"), "disabled")
                 change.write(endpoint_writes.end_subscriptions, [found.id])
+                change.write(endpoint_writes.stop_feeds, [found.id], "disabled")
                 change.write(endpoint_writes.set_states, [found.id], "disabling", actor, None)
                 change.write(operational_events.publish_endpoint_disabled, found.id, None)
                 change.journal("endpoint_disabling", found.id, {}, batch_as="to_batch")

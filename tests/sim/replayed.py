@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from tests.sim.books import Violation
 from tests.sim.operational import is_subscribed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from uuid import UUID
 
     from tests.sim.books import LaneBook
@@ -23,7 +24,7 @@ class Replayed:
         batch_of: the batch that saw an event.
     """
 
-    UNDONE = ("_requested_in", "_aborted", "_numbers", "_events", "_last", "_chunks")
+    UNDONE = ("_requested_in", "_aborted", "_types", "_numbers", "_events", "_last", "_chunks")
     """The records that a restore of the database undoes."""
 
     def __init__(self, database: Database, batch_of: Callable[[int], int]) -> None:
@@ -32,6 +33,8 @@ class Replayed:
         # By job, the newest batch when it was requested.
         self._requested_in: dict[int, int] = {}
         self._aborted: set[int] = set()
+        # The types to which each endpoint has ever subscribed.
+        self._types: dict[UUID, dict[tuple[str, ...], None]] = defaultdict(dict)
         # By replay and by backfill, what was sequenced, and the last one in each lane.
         self._numbers: dict[int, set[int]] = {}
         self._events: dict[int, set[int]] = {}
@@ -39,8 +42,15 @@ class Replayed:
         # By endpoint, the newest batch with a chunk, and the positions of its deliveries.
         self._chunks: dict[UUID, tuple[int, list[tuple[LaneBook, int]]]] = {}
 
+    def know(self, endpoint_id: UUID, types: Sequence[str]) -> None:
+        """Register an endpoint that exists from the beginning."""
+        self._types[endpoint_id][tuple(types)] = None
+
     def committed(self, tx: Transaction) -> None:
-        """Register new jobs."""
+        """Register new jobs, and the types that endpoints subscribe to."""
+        for endpoint_id, e in (tx.writes.get(self._db.endpoint) or {}).items():
+            if e is not None:
+                self._types[endpoint_id][tuple(e["types"])] = None
         for job_id, row in (tx.writes.get(self._db.replay_job) or {}).items():
             assert row is not None
             if job_id not in self._requested_in:
@@ -139,10 +149,10 @@ class Replayed:
             raise Violation("replay", f"{part}: these were sent: {sorted(given)}")
         if part["end_reason"] is not None:
             return
-        types = db.endpoint.rows[part["endpoint_id"]]["types"]
+        chosen = self._types[part["endpoint_id"]]
         for event in db.outbox.values():
             covered = part["first_id"] <= event.id <= part["last_id"]
-            wanted = is_subscribed(types, event.type)
+            wanted = all(is_subscribed(types, event.type) for types in chosen)
             late = any(lo <= event.id <= hi for lo, hi in job["gaps"])
             requested = covered and wanted and event.created_at >= job["since"] and not late
             if requested and event.id not in given:

@@ -24,6 +24,8 @@ def at_rest(checker: Checker) -> bool:
         return False
     if any(part["ended_at"] is None for part in db.replay_job_endpoint.rows.values()):
         return False
+    if any(feed["ended_at"] is None for feed in db.feed.rows.values()):
+        return False
     if checker.timetable.behind():
         return False
     return all(book.ended_through == book.last_seq for book in checker.lanes.values())
@@ -39,10 +41,12 @@ def unrest(checker: Checker) -> str:
             state = db.endpoint.rows[book.endpoint_id]["state"]
             owner = db.ownership.rows[book.endpoint_id]["replica_id"]
             pending.append(f"{name} {book.ended_through}/{book.last_seq} {state} of {owner}")
+    running = [feed for feed in db.feed.rows.values() if feed["ended_at"] is None]
     last = db.outbox_ids[-1] if db.outbox_ids else 0
     return (
         f"high {newest.high} of {last}, young {newest.young}, old {list(db.gap.rows)}, "
-        f"pending {pending}, overdue {checker.timetable.behind()}, leader {db.cursor.rows[1]}, "
+        f"pending {pending}, feeds {running}, overdue {checker.timetable.behind()}, "
+        f"leader {db.cursor.rows[1]}, "
         f"replicas {list(db.replica.rows)}, holders {list(db.holders)}"
     )
 
@@ -66,6 +70,7 @@ def audit(checker: Checker, last_id: int) -> None:
     checker.timetable.audit()
     checker.shares.audit()
     checker.replayed.audit()
+    checker.fed.audit()
 
 
 def _updates(db: Database) -> None:

@@ -33,7 +33,8 @@ class Restores:
         self._rng = rng
         checker = simulation.checker
         self._parts = (
-            checker, checker.timetable, checker.shares, checker.replayed, checker.operational
+            checker, checker.timetable, checker.shares, checker.replayed, checker.fed,
+            checker.operational,
         )  # fmt: skip
         self._dumped: tuple[Dump, list[dict[str, Any]]] | None = None
 

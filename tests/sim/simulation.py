@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from outbox.config import Settings
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import RetryPolicy
-from outbox.core.sequencing import partition_window, tenant_pace
+from outbox.core.sequencing import feeds, partition_window, tenant_pace
+from outbox.relay.sequencing import feed_reader, feeder
 from outbox.relay.sequencing.sequencer import Sequencer
 from outbox.store.retention.periods import OBSERVED_S_MIN
 from outbox.store.schedules import future_events
@@ -50,6 +52,20 @@ SETTLE_LEASES = 12
 """Limit, in leases, for all work to be done after the last fault, besides the retries."""
 
 
+FEED_LIMITS: tuple[tuple[Any, str, tuple[int, ...]], ...] = (
+    (feeds, "LIVE_MAX", (1, 5, 150)),
+    (feeds, "IDLE_MAX", (1, 7, 1500)),
+    (feeder, "TAIL_IDS", (1, 4, 500)),
+    (feeder, "TAIL_BATCHES", (1, 200)),
+    (feeder, "AHEAD_MAX", (2, 4000)),
+    (feeder, "AHEAD_MIN", (1, 100)),
+    (feed_reader, "READ_EVENTS_MAX", (1, 5, 1000)),
+    (feed_reader, "READ_BATCHES_MAX", (1, 1000)),
+    (feed_reader, "PENDING_MAX", (3, 10_000)),
+)
+"""Limits of feeds, each with values for a run."""
+
+
 @dataclass(frozen=True)
 class Result:
     """Result of one seed."""
@@ -68,6 +84,8 @@ class Result:
     """Messages that the proof of absence aborted: the cursor had passed a committed event."""
     digest: int
     """The same for the same seed; otherwise a run is not deterministic."""
+    feeds: Counter[str] = field(default_factory=Counter)
+    """What feeds did."""
 
     @property
     def good(self) -> bool:
@@ -131,6 +149,10 @@ class Simulation:
         # What is held takes several passes, and messages.
         tenant_pace.PER_S = rng.choice((20.0, 20.0, 5000.0))
         future_events.MOVED_EVENTS_MAX = rng.choice((1, 2, 1000))
+        # Feeds take several batches and reads.
+        for module, name, numbers in FEED_LIMITS:
+            setattr(module, name, rng.choice(numbers))
+        vars(feed_reader)["TAIL_IDS"] = feeder.TAIL_IDS
         late_s = 2 * poll_s
         self.checker = Checker(self.world, self.database, latency_s, late_s, self.log)
         kinds: tuple[WindowKind, ...] = ("events", "log")
@@ -173,8 +195,9 @@ class Simulation:
 
     # ------------------------------------------------------------- the set-up
 
-    def _endpoint(self, n: int) -> None:
-        rng = self._rng
+    def new_settings(self) -> EndpointSettings:
+        """The settings of another endpoint, whose receiver is there."""
+        rng, n = self._rng, len(self.receivers)
         retry = RetryPolicy(
             base_s=rng.choice((0.5, 5.0, 20.0)),
             factor=2.0,
@@ -199,13 +222,17 @@ class Simulation:
             backlog_age_s=rng.choice((None, None, 600.0)),
             lanes=rng.choice((1, 1, 2, 3)),
         )
-        endpoint_id = UUID(int=rng.getrandbits(128))
-        for lane in endpoints.add(self.database, endpoint_id, settings):
-            self.checker.know(lane)
-        self.checker.operational.know(endpoint_id, settings.types)
         self.receivers[settings.url] = Receiver(
             settings.name, busy=rng.choice((0.0, 0.05, 0.3)), slow_s=rng.choice((0.01, 0.5))
         )
+        return settings
+
+    def _endpoint(self) -> None:
+        endpoint_id, settings = UUID(int=self._rng.getrandbits(128)), self.new_settings()
+        for lane in endpoints.add(self.database, endpoint_id, settings):
+            self.checker.know(lane)
+        self.checker.operational.know(endpoint_id, settings.types)
+        self.checker.replayed.know(endpoint_id, settings.types)
 
     # ------------------------------------------------------------------ faults
 
@@ -245,8 +272,8 @@ class Simulation:
         """Run the seed, from the set-up to the final checks."""
         rng, world = self._rng, self.world
         world.at_step(STEPS_MAX, self._fail_endless)
-        for n in range(rng.choice((1, 2, 3, 4))):
-            self._endpoint(n)
+        for _ in range(rng.choice((1, 2, 3, 4))):
+            self._endpoint()
         for n in range(self._replicas):
             world.at(rng.random() * 5, None, self.fleet.start, f"relay-{n}")
         share = self._load.events // self._load.producers or 1
@@ -270,6 +297,14 @@ class Simulation:
         acts = [self._load.events * rng.random() for _ in range(rng.choice((0, 3, 8)))]
         for act in acts:
             at(moments.EVENT, int(act) + 1, operator.act_soon)
+        for _ in range(rng.choice((0, 3, 6))):
+            at(moments.EVENT, rng.randrange(1, self._load.events + 1), operator.disable_soon)
+        for _ in range(rng.choice((0, 1, 3))):
+            at(moments.EVENT, rng.randrange(1, self._load.events + 1), operator.add_soon)
+        for _ in range(rng.choice((0, 0, 1))):
+            at(moments.OPEN, rng.randrange(1, 8), operator.add_soon)
+        for _ in range(rng.choice((0, 2, 6))):
+            at(moments.FEED, rng.randrange(1, 20), operator.interfere_soon)
         for _ in range(rng.choice((0, 2, 4))):
             at(moments.OPEN, rng.randrange(1, 8), self._backfill_with_gap)
         for _ in range(rng.choice((0, 1, 2))):
@@ -427,4 +462,5 @@ class Simulation:
             claims,
             db.proof_aborts,
             hash((marks, db.rng.random())),
+            self.checker.fed.counts,
         )

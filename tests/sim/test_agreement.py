@@ -7,11 +7,13 @@ from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import orjson
 import pytest
 
 from outbox.core.model.endpoint_settings import EndpointSettings
+from outbox.core.model.position import Position
 from outbox.core.sequencing import partition_window
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.events.erase import DELETE_FUTURE_EVENTS, LOCK_SHARES_OF_TARGET
@@ -30,6 +32,7 @@ from tests.sim.agreement import (
 from tests.sim.clockwork import Process, World
 from tests.sim.database import endpoints
 from tests.sim.database.connection import Connection
+from tests.sim.database.positions import take_position
 from tests.sim.database.shares import (
     Request,
     delete_future_events,
@@ -38,13 +41,12 @@ from tests.sim.database.shares import (
 )
 from tests.sim.database.tables import Database as Simulated
 from tests.sim.database.tables import Event
+from tests.sim.stores import endpoint_changes as simulated_changes
 from tests.sim.stores import replays as simulated_replays
 from tests.support import ranges
 from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
-    from uuid import UUID
-
     from tests.sim.database.engine import Transaction
     from tests.support.postgres import Database
 
@@ -78,6 +80,8 @@ SETTINGS = [
         retry=POLICY,
     ),
 ]
+ENDPOINT_IDS = [UUID(int=n) for n in range(1, 100)]
+"""The ids of endpoints, those that a script adds included, and those of additions that fail."""
 STEPS = 150
 LOG = ("log", False)
 """The periods of the log that are not dropped."""
@@ -107,15 +111,19 @@ TABLES = {
                                      p.from_id, p.end_reason
                                 FROM replay_job_endpoint p
                                 JOIN endpoint e ON e.id = p.endpoint_id ORDER BY 1, 2""",
+    "feed": """SELECT f.id, e.name, f.from_batch, f.from_id, f.batch, f.outbox_id, f.fed, f.expired,
+                      f.erased, f.missing, f.end_reason, f.after_job
+                 FROM feed f JOIN endpoint e ON e.id = f.endpoint_id ORDER BY 1""",
+    "feed_step": "SELECT feed_id, to_batch, to_id, batch FROM feed_step ORDER BY 1, 2, 3",
     "replica": "SELECT id, renewals FROM replica ORDER BY 1",
     "odometer": "SELECT seconds, adder FROM odometer",
     "odometer_mark": "SELECT seconds FROM odometer_mark ORDER BY 1",
     "cursor": "SELECT writer, version, lagging FROM cursor, lag_report",
     "gap": "SELECT lo, hi FROM gap ORDER BY 1",
-    "batch": """SELECT batch, high, array(SELECT unnest(lanes) ORDER BY 1) FROM batch
+    "batch": """SELECT batch, high, events, array(SELECT unnest(lanes) ORDER BY 1) FROM batch
                  ORDER BY 1""",
     "delivery": """SELECT lane_id, batch, seq, outbox_id, replay_id, replay_seq, backfill_id,
-                          copy_id
+                          copy_id, feed_id
                      FROM delivery ORDER BY 1, 2, 3""",
     "schedule": "SELECT name, state, overlap, key, last_outbox_id FROM schedule ORDER BY 1",
     "future_event": """SELECT id, type, tenant, key, held_before IS NOT NULL FROM future_event
@@ -128,6 +136,16 @@ TABLES = {
     "attempt": """SELECT lane_id, batch, seq, attempt, outcome, replica_id
                     FROM attempt ORDER BY 1, 2, 3, 4, 6""",
 }
+
+READ_POSITION = """
+SELECT b.batch, b.high, b.at, c.timeline, i.id AS incarnation, (
+           SELECT coalesce(range_agg(int8range(id, id, '[]')), '{}') FROM outbox
+            WHERE id > b.high OR b.young @> id
+               OR EXISTS (SELECT FROM gap WHERE outbox.id BETWEEN lo AND hi)) AS seen
+  FROM cursor c
+  JOIN incarnation i ON i.by_xid = i.xmin::text::bigint
+ CROSS JOIN LATERAL (SELECT * FROM batch ORDER BY batch DESC LIMIT 1) b
+"""
 
 
 class RealSide:
@@ -189,6 +207,12 @@ class RealSide:
             (LOCK_SHARES_OF_TARGET, None, key), (DELETE_FUTURE_EVENTS, None, key)
         )
 
+    async def position(self) -> Position:
+        row = await self._db.fetchrow(READ_POSITION)
+        seen = tuple((r.lower, r.upper - 1) for r in row["seen"])
+        batch = row["batch"], row["high"], row["at"]
+        return Position(row["incarnation"], row["timeline"] or 0, *batch, seen)
+
     async def set_schedules_due(self) -> None:
         await self._db.execute("UPDATE schedule SET next_at = $1, due_at = $1", LONG_AGO)
 
@@ -202,7 +226,7 @@ class RealSide:
         rows = await self._db.fetch(
             f"SELECT k, {key_hash('k', '0')} AS key_hash "
             "FROM unnest('{k0,k1,k2,k3}'::text[] || $1::text[]) k",
-            [str(each) for each in self.endpoint_ids],
+            [str(each) for each in ENDPOINT_IDS],
         )
         return {r["k"]: r["key_hash"] for r in rows}
 
@@ -267,6 +291,13 @@ class SimulatedSide:
         await connection.call(step, *arguments, **rest)
         connection.terminate()
 
+    async def position(self) -> Position:
+        connection = await self.connect()
+        taken: tuple[Position, object] | None = await connection.call(take_position)
+        connection.terminate()
+        assert taken is not None
+        return taken[0]
+
     async def set_schedules_due(self) -> None:
         for row in self.database.schedule.rows.values():
             row.update(next_at=LONG_AGO, due_at=LONG_AGO)
@@ -298,6 +329,8 @@ class SimulatedSide:
         dead = ("id", "lane_id", "batch", "seq", "to_seq", "outbox_id", "reason", "attempts")
         progress = ("lane_id", "epoch", "acked_seq", "delivered_seq", "floor_batch", "retry_seq")
         pending = ("next_seq", "next_batch", "to_seq")
+        feed_counts = ("fed", "expired", "erased", "missing", "end_reason", "after_job")
+        feed = ("from_batch", "from_id", "batch", "outbox_id", *feed_counts)
         part = ("next_id", "last_id", "taken", "batch", "from_id", "end_reason")
         return {
             "lane": [
@@ -323,6 +356,11 @@ class SimulatedSide:
                 (p["job_id"], names[p["endpoint_id"]], *(p[c] for c in part))
                 for p in db.replay_job_endpoint.rows.values()
             ),
+            "feed": sorted(
+                (f["id"], names[f["endpoint_id"]], *(f[c] for c in feed))
+                for f in db.feed.rows.values()
+            ),
+            "feed_step": rows(db.feed_step, "feed_id", "to_batch", "to_id", "batch"),
             "replica": rows(db.replica, "id", "renewals"),
             "odometer": rows(db.odometer, "seconds", "adder"),
             "odometer_mark": rows(db.odometer_mark, "seconds"),
@@ -336,9 +374,13 @@ class SimulatedSide:
                 for e in map(db.outbox.__getitem__, db.outbox_ids)
             ],
             "gap": rows(db.gap, "lo", "hi"),
-            "batch": [(b.batch, b.high, sorted(b.lanes)) for b in db.batches if b.batch >= first],
+            "batch": [
+                (b.batch, b.high, b.events, sorted(b.lanes)) for b in db.batches if b.batch >= first
+            ],
             "delivery": sorted((i, *g) for i, given in db.deliveries.items() for g in given),
-            "journal": sorted(Counter(kind for _, kind, *_ in db.journal).items()),
+            "journal": sorted(
+                Counter(kind for _, kind, *_ in db.journal if kind != "endpoint_added").items()
+            ),
             "period": rows(db.period, "kind", "number", "last_batch", "dropped"),
             "schedule": rows(db.schedule, "name", "state", "overlap", "key", "last_outbox_id"),
             "future_event": rows(db.future_event, "id", "type", "tenant", "key", "is_held"),
@@ -372,6 +414,9 @@ async def test_the_simulated_stores_return_what_the_real_ones_do(
     monkeypatch.setattr(
         simulated_replays, "next_job_id", lambda db, tx: 1 + sum(1 for _ in tx.rows(db.replay_job))
     )
+    real_ids, simulated_ids = iter(ENDPOINT_IDS), iter(ENDPOINT_IDS[len(SETTINGS) :])
+    monkeypatch.setattr(endpoint_changes, "uuid4", lambda: next(real_ids))
+    monkeypatch.setattr(simulated_changes, "new_endpoint_id", lambda _: next(simulated_ids))
     # The pace of replays depends on the clock, which differs.
     with ranges.unpaced(3):
         await _agree(database, seed)
@@ -382,7 +427,7 @@ async def _agree(database: Database, seed: int) -> None:
     await real.set_up()
     expected, tables = await Script(real, random.Random(seed)).play(STEPS)
 
-    simulated = SimulatedSide(real.endpoint_ids, await real.key_hashes())
+    simulated = SimulatedSide(real.endpoint_ids[: len(SETTINGS)], await real.key_hashes())
     script = Script(simulated, random.Random(seed))
     # On an event loop with a clock of its own.
     playing = simulated.process.run(script.play(STEPS))

@@ -26,6 +26,7 @@ QUICK = (
     "next-delivery-sent-before-retry",
     "retry-state-only-in-memory",
     "due-schedules-not-locked",
+    "feed-begins-again-with-each-leader",
 )
 QUICK_SEEDS = 40
 

@@ -205,7 +205,9 @@ class Timetable:
             book = self._checker.book(lane_id)
             for each in given:
                 ended = each.seq <= book.ended_through or each.seq in book.ended
-                if each.outbox_id == outbox_id and not each.again and not ended:
+                # What a replay or a feed sends is not waited for.
+                first = not each.again and each.feed_id is None
+                if each.outbox_id == outbox_id and first and not ended:
                     return False
         return True
 

@@ -50,6 +50,7 @@ from outbox.store.retention.erasure import ERASE_RESPONSES, PLAN_BY_INDEX, SET_P
 from outbox.store.schedules import schedule_runs
 from outbox.store.sequencing import batches as sequencing
 from outbox.store.sequencing import event_reads, routing
+from outbox.store.sequencing import feeds as feed_store
 from outbox.store.sql.message import WriteStatement
 from outbox_api import fetched_deliveries, live_status
 from tests.support.long_log import (
@@ -317,11 +318,34 @@ async def _batch(log: LongLog) -> Case:
         erasures=0,
         notification=None,
         replays=ReplayBatch(),
+        fed=(),
         stopped={},
     )
     ((sql, arguments),) = received.asked
     leads = "UPDATE cursor SET writer = 1, version = 1"
     return Case(sql, arguments, LANES + 4, 2000, before=(leads,))
+
+
+PLACE = EVENTS // 3 // PER_BATCH
+"""A place in the middle of the log."""
+
+
+async def _passed_batches(log: LongLog) -> Case:
+    """As many batches as have enough events, and the row before them."""
+    arguments = (PLACE, 10 * PER_BATCH, 1_000, 0)
+    return Case(feed_store.READ_PASSED_BATCHES, arguments, 2 * 1_002 + 20, 160)
+
+
+async def _past_events(log: LongLog) -> Case:
+    first, last = outbox_id(EVENTS // 3), outbox_id(EVENTS // 3 + 500)
+    found = outbox_id(7)
+    arguments = (first, last, [found], [found])
+    return Case(feed_store.READ_PAST_EVENTS, arguments, 1_100, 120 + FOUR * len(ALL))
+
+
+async def _pending_of_feeds(log: LongLog) -> Case:
+    rows, pages = 12 * LANES, 12 * FOUR * LANES
+    return Case(feed_store.READ_FEED_PENDING, (log.endpoints[:1], 10.0), rows, pages)
 
 
 async def _standing(log: LongLog) -> Case:
@@ -611,6 +635,9 @@ RELAY = {
         _routes,
         _counters_of_some,
         _batch,
+        _passed_batches,
+        _past_events,
+        _pending_of_feeds,
         _standing,
         _runs_that_have_ended,
         _lanes_of_one,

@@ -78,6 +78,7 @@ OWNERS_RIGHTS = {
     "count_secrets_by_key",
     "server_identity",
     "settle_period",
+    "snapshot_position",
     "summarize",
     "unsequenced_events",
 }

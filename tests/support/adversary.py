@@ -101,6 +101,16 @@ class Run:
         async with self._database.connection() as connection:
             await connection.execute("SELECT pg_sleep($1)", seconds)
 
+    def pause_replicas(self) -> None:
+        """Stop all replicas after their turns, as crashes would."""
+        for each in self.replicas:
+            each.working.clear()
+
+    def resume_replicas(self) -> None:
+        """Let all replicas go on."""
+        for each in self.replicas:
+            each.working.set()
+
     async def finish(self) -> None:
         """Stop the producers; then every gap must end."""
         self.stop_producers.set()

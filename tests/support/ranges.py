@@ -124,8 +124,7 @@ async def sequence_all(database: Database, most: int = replay_throttle.ENDPOINT_
     with unpaced(most):
         worker = await sequencer(database)
         while (
-            await worker.sequence_batch() is BatchResult.WRITTEN
-            or worker.cursor.replay_at is not None
+            await worker.sequence_batch() is BatchResult.WRITTEN or worker.cursor.due_at is not None
         ):
             pass
 

@@ -28,6 +28,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
+    from outbox.core.model.start import Start
     from outbox.destinations.broker import BrokerFactory
     from outbox.destinations.interface import Following, Request, Transport
     from outbox.operations.endpoints.changes import NewEndpoint
@@ -136,7 +137,9 @@ class Network:
         return [sent.body["data"] for sent in self.accepted]
 
 
-async def add_endpoint(database: Database, name: str = "shop", **options: Any) -> NewEndpoint:
+async def add_endpoint(
+    database: Database, name: str = "shop", *, start: Start | None = None, **options: Any
+) -> NewEndpoint:
     """Add an endpoint with one lane and a fast retry schedule."""
     async with database.at_hand() as connection:
         values = {
@@ -146,7 +149,9 @@ async def add_endpoint(database: Database, name: str = "shop", **options: Any) -
             "retry": QUICK_RETRY,
         }
         settings = EndpointSettings.from_dict(values | options)
-        return await endpoint_changes.add_endpoint(connection, "relay", settings, actor="test")
+        return await endpoint_changes.add_endpoint(
+            connection, "relay", settings, actor="test", start=start
+        )
 
 
 async def publish(database: Database, *payloads: Any, type: str = "a.b", **columns: Any) -> None:  # noqa: A002

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -18,11 +19,14 @@ from outbox.core.sequencing.gaps import GapTracker
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.relay.sequencing.cursor import BatchResult, Cursor
+from outbox.relay.sequencing.feed_reader import FeedReader
 from outbox.relay.sequencing.sequencer import Sequencer
-from outbox.relay.wake_event import Wakeups
+from outbox.relay.wake_event import WakeEvent, Wakeups
 from outbox.store.sequencing import event_reads
 from outbox.store.sequencing.batches import SequencingStore
 from outbox.store.sequencing.event_reads import Reading
+from outbox.store.sequencing.feeds import FeedStore
+from outbox.store.sequencing.filters import FilterStore
 from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
@@ -326,12 +330,19 @@ class Replica:
         ]
         self._connection: Connection | None = None
         self._sequencer: Sequencer | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self.working = asyncio.Event()
+        """Whether it runs; cleared, it ends its life after a turn."""
+        self.working.set()
         self.old_gaps = 0
         self.lives = 0
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run batches until `stop` is set."""
         while not stop.is_set():
+            if not self.working.is_set():
+                self.close()
+                await self.working.wait()
             try:
                 turn = await self._turn()
             except LOST:  # Other errors fail the test: a new life would hide a wrong state.
@@ -373,6 +384,14 @@ class Replica:
         )
         self._count_old_gaps(store)
         await store.check()
+        reader = FeedReader(
+            sequencer.cursor.feeder,
+            functools.partial(session, self._database),
+            lambda connection: (FeedStore(connection), FilterStore(connection)),
+            WakeEvent(),
+            60.0,
+        )
+        self._reading = asyncio.create_task(reader.run())
         return sequencer
 
     def _count_old_gaps(self, store: SequencingStore) -> None:
@@ -388,4 +407,6 @@ class Replica:
         """End this life as a crash would."""
         if self._connection is not None:
             self._connection.terminate()
-        self._connection = self._sequencer = None
+        if self._reading is not None:
+            self._reading.cancel()
+        self._connection = self._sequencer = self._reading = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,6 +21,7 @@ from outbox.cli.output import age, echo, emit_pairs, print_changed
 from outbox.core.messages.ed25519 import PUBLIC_PREFIX
 from outbox.core.model.destination import is_stream
 from outbox.core.model.endpoint_settings import EndpointSettings
+from outbox.core.model.start import parse_start
 from outbox.core.model.text import count
 from outbox.destinations.descriptions import describe_destinations
 from outbox.destinations.endpoint_validation import (
@@ -27,19 +29,42 @@ from outbox.destinations.endpoint_validation import (
     is_open_without_setting,
     policy_of,
 )
+from outbox.errors import UsageError
 from outbox.network.egress import plain_http_warning
 from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.feeds.starts import StartPreview, preview_start
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
+    from outbox.core.model.start import Start
     from outbox.operations.endpoints.changes import NewEndpoint, Updated
     from outbox.operations.lane_backlogs import PendingAhead
 
 
-def _show_added(added: NewEndpoint) -> None:
+def _parse_start(_: click.Context, __: click.Parameter, text: str | None) -> Start | None:
+    """Parse a start, or the first line of a file that has it."""
+    if text is None:
+        return None
+    try:
+        if text.startswith("@"):
+            text = Path(text[1:]).read_text().strip()
+        return parse_start(text)
+    except (UsageError, OSError, UnicodeDecodeError) as error:
+        raise click.BadParameter(str(error).removeprefix("from: ")) from None
+
+
+def _show_added(added: NewEndpoint | StartPreview) -> None:
+    if isinstance(added, StartPreview):
+        echo(
+            f'endpoint "{added.name}" would begin after batch {added.batch}, with '
+            f"{count(added.events, 'event')} of all types sequenced since"
+        )
+        if added.matching is not None:
+            echo(f"{count(added.matching, 'event')} would be sent; nothing was changed")
+        return
     if is_stream(added.url):
         # Messages of a broker are not signed.
         fields = ("id", "name", "url", "types", "lanes")
@@ -61,6 +86,12 @@ def _show_added(added: NewEndpoint) -> None:
             ("public key" if is_public else "secret", added.secret),
         ]
     )
+    if added.events_before is not None:
+        echo(
+            f"It first gets what matches of {count(added.events_before, 'event')}; see the "
+            f"progress: outbox endpoint show {shlex.quote(added.name)}",
+            err=True,
+        )
     if not is_public:
         echo("Save the secret now; it is not shown again.", err=True)
 
@@ -106,6 +137,7 @@ Examples:
   outbox endpoint add audit https://audit.example.com/ --all-tenants --lanes 8 --json
   outbox endpoint add large https://example.com/ --filter "@.total > 1000" --retry patient
   outbox endpoint add crm https://example.com/in --headers-file crm.headers
+  outbox endpoint add search https://example.com/index --from @position.txt
   OUTBOX_ALLOW_NETWORKS=127.0.0.0/8 outbox endpoint add dev http://127.0.0.1:8080/
 """,
 )
@@ -117,10 +149,35 @@ Examples:
     is_flag=True,
     help="Sign with an Ed25519 key, and show its public key, instead of a shared secret.",
 )
+@click.option(
+    "--from",
+    "start",
+    metavar="START",
+    callback=_parse_start,
+    help="Send what was published since then first, in order and without a gap or a copy: the "
+    "position of a snapshot (see outbox snapshot; @FILE reads it), a time or an age, such as "
+    "2026-01-31T12:00Z or 2h, or beginning, for all that is kept.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="With --from: only show how many events that would be."
+)
+@click.option(
+    "--count",
+    "matching",
+    is_flag=True,
+    help="With --dry-run: count those that match, too, which reads all of them.",
+)
 @print_result(_show_added)
 def add(
-    settings: Settings, name: str, url: str, given: dict[str, Any], ed25519: bool
-) -> NewEndpoint:
+    settings: Settings,
+    name: str,
+    url: str,
+    given: dict[str, Any],
+    ed25519: bool,
+    start: Start | None,
+    dry_run: bool,
+    matching: bool,
+) -> NewEndpoint | StartPreview:
     """Add an endpoint, and show its signing secret once.
 
     The endpoint receives events published from now on. Without a running relay, it
@@ -129,6 +186,10 @@ def add(
     """
     endpoint_settings = EndpointSettings(name=name, url=url, **given)
     check_settings(endpoint_settings, policy_of(settings))
+    if dry_run or matching:
+        if start is None or not dry_run:
+            raise click.UsageError("--dry-run is for --from, and --count for --dry-run")
+        return run_operation(settings, preview_start, endpoint_settings, start, matching=matching)
     vault = Vault.from_settings(settings)
 
     added = run_operation(
@@ -138,6 +199,7 @@ def add(
         actor=actor(),
         vault=vault,
         ed25519=ed25519,
+        start=start,
     )
     warn_about_networks("--allow-network", endpoint_settings.allow_networks)
     if (reason := plain_http_warning(url)) is not None:

@@ -41,6 +41,13 @@ def _show_resumed(changes: list[StateChange]) -> None:
 
 def _show_enabled(change: StateChange) -> None:
     name = change.name
+    if change.catches_up_events is not None:
+        echo(
+            f'enabled endpoint "{name}"; it first gets '
+            f"{count(change.catches_up_pending or 0, 'pending delivery')}, and then what matches "
+            f"of {count(change.catches_up_events, 'event')} sequenced since",
+        )
+        return
     echo(f'enabled endpoint "{name}"; it receives events that are sequenced from now on')
     if change.missed_since is None or change.missed_until is None or change.missed is None:
         return
@@ -113,22 +120,34 @@ def resume(settings: Settings, names: tuple[str, ...], comment: str | None) -> l
 
 @command.command(
     epilog="""\b
-Example:
+Examples:
+  outbox endpoint enable billing --catch-up
   outbox endpoint enable billing --comment "they have a new address"
 """
 )
 @click.argument("name")
+@click.option(
+    "--catch-up",
+    is_flag=True,
+    help="First send what it has missed, in order: what was pending when it was disabled, and what "
+    "was sequenced since.",
+)
 @comment_option
 @print_result(_show_enabled)
-def enable(settings: Settings, name: str, comment: str | None) -> StateChange:
+def enable(settings: Settings, name: str, catch_up: bool, comment: str | None) -> StateChange:
     """Re-enable a disabled endpoint for new events.
 
-    Deliveries that were pending when it was disabled are in its dead letters. Events
-    that were published while it was disabled are not delivered; it prints how many,
-    and the command that sends them.
+    Deliveries that were pending when it was disabled are in its dead letters. Without
+    --catch-up, neither they nor the events that were published while it was disabled are
+    delivered; it prints how many events, and the command that sends them.
     """
     return run_operation(
-        settings, endpoint_states.enable_endpoint, name, actor=actor(), comment=comment
+        settings,
+        endpoint_states.enable_endpoint,
+        name,
+        actor=actor(),
+        comment=comment,
+        catch_up=catch_up,
     )
 
 

@@ -19,6 +19,7 @@ from outbox.cli.common import (
 )
 from outbox.cli.endpoint.group import command
 from outbox.cli.output import (
+    age,
     attempts_cell,
     cell,
     echo,
@@ -35,6 +36,7 @@ from outbox.core.model.endpoint_condition import CONDITIONS, HEALTHY, describe_c
 from outbox.core.model.endpoint_settings import SETTINGS
 from outbox.operations.endpoints import queries as endpoints
 from outbox.operations.endpoints.filter import EndpointFilter
+from outbox.operations.feeds.progress import describe_feed
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -226,6 +228,12 @@ def _condition(row: EndpointRow) -> str:
     return describe_condition(row.condition, row.failing_lanes, row.lanes)
 
 
+def _receives(detail: EndpointDetail) -> str | None:
+    if (feed := detail.feed) is not None:
+        return describe_feed(feed, "" if feed.left_s is None else str(age(feed.left_s)))
+    return None if detail.endpoint.subscribed else "no new events"
+
+
 def _state_pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
     """Name-value pairs of an endpoint's state."""
     row, health = detail.endpoint, detail.health
@@ -248,7 +256,7 @@ def _state_pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
         ("name", row.name),
         ("condition", _condition(row)),
         ("state", state),
-        ("receives", None if row.subscribed else "no new events"),
+        ("receives", _receives(detail)),
         ("relay", _relay(detail)),
         ("health", healthy),
         ("failing since", None if is_open else row.failing_since),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from outbox.core.model.ids import message_id
@@ -38,7 +39,7 @@ class Delivery(NamedTuple):
     backfill_id: int | None = None
     """The backfill that sends the event again, with its own X-Delivery."""
     waits_since: float | None = None
-    """`earliest_commit` of its event; None: a replay or a backfill."""
+    """`earliest_commit` of its event; None: it was fed, or is a replay or a backfill."""
 
     @property
     def message_id(self) -> str:
@@ -70,14 +71,14 @@ def epoch_seconds(at: datetime | None) -> float | None:
     return None if at is None else at.timestamp()
 
 
-def earliest_commit(published_at: float, committed_after: float | None) -> float:
-    """The earliest commit time of an event.
+def earliest_commit(published_at: float, committed_after: float | None) -> float | None:
+    """The earliest commit time of an event; None: it was fed, long after its commit.
 
     An event may have been inserted long before its transaction committed.
 
     Args:
-        committed_after: a lower bound of the commit time; None: not known.
+        committed_after: a lower bound of the commit time; None: not known; infinite: it was fed.
     """
     if committed_after is None or committed_after < published_at:
         return published_at
-    return committed_after
+    return committed_after if committed_after < inf else None

@@ -11,22 +11,27 @@
 A setting that is missing or null has its default; lists and mappings replace those of
 `defaults` completely.  A header that is null keeps its current value, because values may be
 credentials and are never output.  An `id` refers to an existing endpoint, so a different name
-renames it.  Error messages start with the position: `endpoints[2].retry.base: …`.
+renames it.  `from` says from where on a new endpoint gets earlier events; one that exists ignores
+it.  Error messages start with the position: `endpoints[2].retry.base: …`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
 from outbox.core.model.setting_types import HeaderMap
+from outbox.core.model.start import parse_start
 from outbox.core.model.text import closest, quoted, truncate
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from outbox.core.model.start import Start
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,8 @@ class DeclaredEndpoint:
     settings: EndpointSettings
     kept_headers: tuple[str, ...] = ()
     """Headers that are null in the file and keep their current value."""
+    start: Start | None = None
+    """Where it begins, if it is new: it gets events from there on first."""
 
     def merge_over(self, current: EndpointSettings | None) -> EndpointSettings:
         """The declared settings with the current values of `kept_headers`.
@@ -70,16 +77,28 @@ def parse_file(document: object) -> list[DeclaredEndpoint]:
     for i, each in enumerate(document["endpoints"]):
         place = f"endpoints[{i}]"
         values = _mapping(each, place)
-        _check_names(values, ["id", *SETTINGS], place)
+        _check_names(values, ["id", "from", *SETTINGS], place)
         for name in ("name", "url"):
             if values.get(name) is None:
                 raise UsageError(f"{place}.{name}: is missing")
         merged = {**defaults, **values}
         endpoint_id = _id(merged.pop("id", None), place)
+        start = _start(merged.pop("from", None), place)
         kept = _pop_kept_headers(merged)
-        declared.append(DeclaredEndpoint(place, endpoint_id, _settings(merged, place), kept))
+        settings = _settings(merged, place)
+        declared.append(DeclaredEndpoint(place, endpoint_id, settings, kept, start))
     _check_unique(declared)
     return declared
+
+
+def _start(value: object, place: str) -> Start | None:
+    """Where a new endpoint begins; YAML has parsed a time already."""
+    if value is None:
+        return None
+    try:
+        return parse_start(value.isoformat() if isinstance(value, datetime) else str(value))
+    except UsageError as error:
+        raise UsageError(f"{place}.{error}") from None
 
 
 def parse_one(

@@ -105,6 +105,8 @@ class Deliveries:
     lane_ids: list[int] = field(default_factory=list)
     seqs: list[int] = field(default_factory=list)
     outbox_ids: list[int] = field(default_factory=list)
+    feed_ids: tuple[int, ...] = ()
+    """The feeds of the first of them: events of earlier batches."""
     repeats: tuple[Replay, ...] = ()
     """The last of them: what repeats earlier deliveries."""
     counters: dict[int, int] = field(default_factory=dict)
@@ -207,16 +209,21 @@ def assign_sequences(
     placements: Iterable[tuple[int, int]],
     replays: Iterable[Replay],
     counters: Mapping[int, int],
+    fed: Iterable[tuple[int, Placements]] = (),
 ) -> Deliveries:
-    """Assign every delivery the next sequence number of its lane; replays come last.
+    """Assign every delivery the next sequence number of its lane: fed ones first, replays last.
 
     Args:
         placements: the result of `Router.placements`.
         counters: the last sequence number of every lane that occurs.
+        fed: pairs of a feed and its placements.
     """
     out = Deliveries()
     last, seqs = out.counters, out.seqs
-    fresh, out.repeats = tuple(placements), tuple(replays)
+    feeds = [(feed_id, *each) for feed_id, some in fed for each in some]
+    out.feed_ids = tuple(feed_id for feed_id, _, _ in feeds)
+    fresh = (*((lane_id, event_id) for _, lane_id, event_id in feeds), *placements)
+    out.repeats = tuple(replays)
     out.lane_ids = [lane_id for lane_id, _ in fresh] + [each.lane_id for each in out.repeats]
     out.outbox_ids = [event_id for _, event_id in fresh] + [each.outbox_id for each in out.repeats]
     for lane_id in out.lane_ids:

@@ -10,8 +10,8 @@ from outbox.operations.dead_letters.replay import (
     find_candidates,
     require_counted,
     single,
-    write_dead_letter_state,
 )
+from outbox.operations.replays.claims import write_dead_letter_state
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
 from outbox.store.replays.replay_feed import MATCHES_SELECTION

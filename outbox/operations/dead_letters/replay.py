@@ -16,12 +16,12 @@ from outbox.core.model.text import count
 from outbox.errors import Conflict
 from outbox.operations.criteria import criteria_parameters, find_endpoint_ids
 from outbox.operations.dead_letters.queries import dead_letter_not_found, list_replays
+from outbox.operations.replays.claims import ADD_REPLAYS, write_dead_letter_state
 from outbox.operations.replays.jobs import JobRange, add_job, read_new_job
 from outbox.operations.rows import from_row
-from outbox.store.change import NEW_JOB, make_change_and_read
+from outbox.store.change import make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.replays.replay_feed import END_REASON, IS_ERASED, MATCHES_SELECTION
-from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,18 +41,6 @@ SELECT d.id, d.state, e.name AS endpoint, {END_REASON} AS end_reason, {IS_ERASED
  WHERE d.id = ANY ($1) ORDER BY d.id
 """  # noqa: S608 (constants only)
 
-# Locks dead letters, and aborts if one has another state than `dead`.  In the order of ids, like
-# all statements that lock several, to prevent deadlocks.
-REQUIRE_DEAD = WriteStatement(
-    "require_dead",
-    """
-WITH found AS MATERIALIZED (
-    SELECT id, state FROM dead_letter WHERE id = ANY ($1::bigint[]) ORDER BY id FOR UPDATE)
-SELECT abort_unless(
-    (SELECT count(*) FROM found WHERE state = 'dead') = cardinality($1::bigint[]))
-""",
-)
-
 # Dead letters that a selection includes, by endpoint.
 COUNT_SELECTED = f"""
 SELECT e.id AS endpoint_id, e.name AS endpoint, count(*) AS dead_letters,
@@ -67,29 +55,6 @@ SELECT e.id AS endpoint_id, e.name AS endpoint, count(*) AS dead_letters,
    AND ($2::uuid[] IS NULL OR d.endpoint_id = ANY ($2)) AND {MATCHES_SELECTION}
  GROUP BY e.id ORDER BY e.name
 """  # noqa: S608
-
-# The next batches create the deliveries.
-ADD_REPLAYS = WriteStatement(
-    "add_replays",
-    f"""
-INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch, to_seq)
-SELECT {NEW_JOB}, endpoint_id, id, seq, batch, to_seq
-  FROM dead_letter WHERE id = ANY ($1) ORDER BY id
-""",  # noqa: S608
-)
-
-SET_STATE = WriteStatement(
-    "set_dead_letter_state", "UPDATE dead_letter SET state = $2 WHERE id = ANY ($1)"
-)
-
-# Unblock the lanes that wait for a decision about these dead letters.
-UNBLOCK = WriteStatement(
-    "unblock_dead_letters",
-    """
-DELETE FROM lane_block b USING dead_letter d
- WHERE d.id = ANY ($1) AND b.lane_id = d.lane_id AND b.seq = d.seq
-""",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,13 +201,6 @@ def require_counted(selected: int, counted: int | None) -> None:
             f"{count(selected, 'dead letter')} match by now, but {counted} were counted; nothing "
             "was changed; count them again"
         )
-
-
-def write_dead_letter_state(change: Change, ids: Sequence[int], state: str) -> None:
-    """Set the state of dead letters, which must still be `dead`, and unblock their lanes."""
-    change.write(REQUIRE_DEAD, ids)
-    change.write(SET_STATE, ids, state)
-    change.write(UNBLOCK, ids)
 
 
 def single(values: Sequence[T]) -> T | None:

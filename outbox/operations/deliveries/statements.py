@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from outbox.operations.dead_letters.queries import LAST_REPLAY
-from outbox.operations.events.delivery_counts import BATCH_OF_EVENT
+from outbox.operations.events.delivery_counts import BATCH_OF_EVENT, GIVEN_IN
 from outbox.operations.lanes import HEAD_ATTEMPTS, LANE_STATE
 from outbox.operations.tenancy import OWNS_RANGE
 from outbox.store.sql.expressions import RUN_DELIVERIES_MAX
@@ -335,15 +335,15 @@ SELECT e.id AS endpoint_id, e.name AS endpoint, p.outbox_id, p.backfill_id,
 """  # noqa: S608
 
 # The deliveries of the events $7 in the lanes $8 (NULL: in all), after the position $9: from their
-# batches, from replays and from backfills.  As in `delivery_counts`, with index lookups only.
+# batches, from feeds, replays and backfills.  As in `delivery_counts`, with index lookups only.
 FIND_BY_EVENTS = f"""
 WITH wanted AS MATERIALIZED (
     SELECT w.id, b.batch, b.lanes
-      FROM unnest($7::bigint[]) AS w(id) {BATCH_OF_EVENT}),
+      FROM unnest($7::bigint[]) AS w(id) {BATCH_OF_EVENT}),{GIVEN_IN},
 scanned AS MATERIALIZED (
     SELECT d.* FROM (
         SELECT d.*
-          FROM wanted w CROSS JOIN LATERAL unnest(w.lanes) AS lane(id)
+          FROM given_in w CROSS JOIN LATERAL unnest(w.lanes) AS lane(id)
          CROSS JOIN LATERAL (
                SELECT lane_id, batch, seq, outbox_id, backfill_id, copy_id FROM delivery
                 WHERE lane_id = lane.id AND batch = w.batch AND outbox_id = w.id

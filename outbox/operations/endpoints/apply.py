@@ -26,6 +26,7 @@ from outbox.operations.endpoints.changes import (
 )
 from outbox.operations.endpoints.removal import StillPending, plan_removals
 from outbox.operations.endpoints.writes import add_endpoints, replace_subscriptions
+from outbox.operations.feeds.starts import begin_feed, resolve_start
 from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from outbox.core.model.endpoint_config import DeclaredEndpoint
     from outbox.core.model.endpoint_settings import EndpointSettings
     from outbox.operations.endpoints.changes import Addition, Update
+    from outbox.operations.feeds.starts import FeedStart
     from outbox.store.change import Change
     from outbox.store.connection.secrets import Vault
 
@@ -195,6 +197,7 @@ async def _plan_changes(
     """Plan additions and updates."""
     steps: list[ApplyStep] = []
     additions: list[Addition] = []
+    starts: list[tuple[UUID, FeedStart]] = []
     updates: list[Update] = []
     writes_secrets = any(
         each.place not in matches or its.headers != matches[each.place].settings.headers
@@ -209,6 +212,9 @@ async def _plan_changes(
                     find_destination(its.url)
             new = plan_addition(change, its, in_use)
             additions.append(new)
+            if each.start is not None:
+                with _prefix_errors(each.place):
+                    starts.append((new.id, await resolve_start(change.db, each.start)))
             steps.append(ApplyStep("add", its.name, new.id, secret=new.secret))
             continue
         with _prefix_errors(each.place):
@@ -225,7 +231,10 @@ async def _plan_changes(
     add_endpoints(change, early, early=True)
     write_updates(change, updates)
     add_endpoints(change, late)
-    replace_subscriptions(change, [each.id for each in additions])
+    begun = {endpoint_id for endpoint_id, _ in starts}
+    replace_subscriptions(change, [each.id for each in additions if each.id not in begun])
+    for endpoint_id, start in starts:
+        begin_feed(change, endpoint_id, start)
     return steps
 
 

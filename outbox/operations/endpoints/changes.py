@@ -25,7 +25,9 @@ from outbox.errors import Conflict, UsageError
 from outbox.operations.endpoints import writes as endpoint_writes
 from outbox.operations.endpoints.queries import settings_of
 from outbox.operations.endpoints.writes import REQUIRE_STATES
+from outbox.operations.feeds.starts import begin_feed, count_after, resolve_start
 from outbox.operations.lane_backlogs import PendingAhead, read_ahead
+from outbox.operations.lanes import FED, SUBSCRIBED
 from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR, SIGNING
 from outbox.store.delivery.endpoints import endpoint_not_found, setting_columns
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.core.model.endpoint_settings import EndpointSettings
+    from outbox.core.model.start import Start
     from outbox.store.change import Change
     from outbox.store.connection.secrets import Vault
 
@@ -53,8 +56,7 @@ SELECT b.high, coalesce(
 
 READ_ENDPOINTS = f"""
 SELECT e.id, e.state, {setting_columns()},
-       EXISTS (SELECT FROM subscription s
-                WHERE s.endpoint_id = e.id AND s.to_batch IS NULL) AS subscribed
+       {SUBSCRIBED} AS subscribed, {FED} AS fed
   FROM endpoint e WHERE e.state <> 'removed'
 """  # noqa: S608 (constants only)
 FIND_ENDPOINTS = f"{READ_ENDPOINTS} AND e.name = ANY ($1)"
@@ -77,6 +79,9 @@ class NewEndpoint:
     waiting: int | None
     """Upper bound of events that are not sequenced yet, and that the endpoint receives if they
     match; null for tenant tokens."""
+    events_before: int | None
+    """Events of all types that were sequenced since the start, and that it receives first if they
+    match; null without a start, and for tenant tokens."""
     warnings: tuple[str, ...]
     """What receivers may refuse."""
 
@@ -89,13 +94,15 @@ class FoundEndpoint:
     name: str
     state: str
     subscribed: bool
+    """Whether it has a subscription, or is fed before it has one."""
+    fed: bool
     row: Any
     vault: Vault
 
     @classmethod
     def from_row(cls, row: Any, vault: Vault) -> FoundEndpoint:
         """Build from a row with these columns and those of `setting_columns`."""
-        return cls(row["id"], row["name"], row["state"], row["subscribed"], row, vault)
+        return cls(row["id"], row["name"], row["state"], row["subscribed"], row["fed"], row, vault)
 
     @cached_property
     def settings(self) -> EndpointSettings:
@@ -159,14 +166,17 @@ async def add_endpoint(
     actor: str,
     vault: Vault = CLEAR,
     ed25519: bool = False,
+    start: Start | None = None,
 ) -> NewEndpoint:
     """Add an endpoint; it receives events from the next batch on.
 
     Args:
         ed25519: sign deliveries with an Ed25519 private key; the receiver gets the public key.
+        start: where it begins; it receives events from there on first.
 
     Raises:
         UsageError: the name is taken, or the filter is invalid.
+        Conflict: something after the start is gone.
         Locked: the vault lacks the key in use.
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
@@ -178,7 +188,13 @@ async def add_endpoint(
         high, last = await change.db.fetchrow(READ_WAITING)
         new = plan_addition(change, settings, in_use, ed25519=ed25519)
         endpoint_writes.add_endpoints(change, [new.row], early=True)
-        endpoint_writes.replace_subscriptions(change, [new.id])
+        before = None
+        if start is None:
+            endpoint_writes.replace_subscriptions(change, [new.id])
+        else:
+            begins = await resolve_start(change.db, start)
+            before = await count_after(change.db, begins)
+            begin_feed(change, new.id, begins)
         return NewEndpoint(
             id=new.id,
             name=settings.name,
@@ -187,6 +203,7 @@ async def add_endpoint(
             lanes=settings.lanes,
             types=settings.types,
             waiting=unsequenced_ids(high, last),
+            events_before=before,
             warnings=settings.warnings,
         )
 
@@ -310,9 +327,9 @@ def write_updates(change: Change, updates: Collection[Update]) -> None:
         renamed=[each.found.id for each in updates if each.renames],
         with_new_lanes=[each.found.id for each in updates if each.has_new_lanes],
     )
-    endpoint_writes.replace_subscriptions(
-        change, [each.found.id for each in updates if each.subscribes]
-    )
+    subscribing = [each.found for each in updates if each.subscribes]
+    endpoint_writes.replace_subscriptions(change, [each.id for each in subscribing if not each.fed])
+    endpoint_writes.change_feeds(change, [each.id for each in subscribing if each.fed])
 
 
 async def find_endpoint(

@@ -9,6 +9,7 @@ from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint_settings import SETTING_FIELDS, EndpointSettings
 from outbox.core.model.ids import lane_name
 from outbox.operations.endpoints.filter import EndpointFilter, matches_filter
+from outbox.operations.feeds.progress import FeedProgress, read_feeds
 from outbox.operations.lanes import (
     BACKLOG,
     BLOCKED,
@@ -238,6 +239,9 @@ class EndpointDetail:
     lanes: tuple[LaneRow, ...]
     ownership_history: tuple[OwnershipRecord, ...]
     """The last changes of ownership, newest first; empty for tenant tokens."""
+    feed: FeedProgress | None
+    """How far it is with earlier events, which it gets before new ones; null: it gets all as they
+    are sequenced."""
 
 
 async def list_endpoints(
@@ -311,6 +315,7 @@ async def get_endpoint(connection: Connection[Any], schema: str, name: str) -> E
         lanes = await connection.fetch(GET_LANES, row["id"])
         secrets = await connection.fetch(LIST_SECRETS, row["id"])
         history = await connection.fetch(GET_OWNERSHIP_HISTORY, row["id"], OWNERSHIP_HISTORY_MAX)
+        feeds = await read_feeds(connection, endpoint_ids=[row["id"]])
     return EndpointDetail(
         endpoint=_endpoint(row),
         settings=endpoint_config.public_settings(settings),
@@ -319,6 +324,7 @@ async def get_endpoint(connection: Connection[Any], schema: str, name: str) -> E
         certificate=parse_json(row["identity_about"]),
         lanes=tuple(_lane(lane) for lane in lanes),
         ownership_history=tuple(OwnershipRecord(**record) for record in history),
+        feed=feeds[0] if feeds else None,
     )
 
 

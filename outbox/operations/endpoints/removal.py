@@ -13,7 +13,7 @@ from outbox.core.model.text import count
 from outbox.errors import Conflict
 from outbox.operations.endpoints.changes import find_endpoint
 from outbox.operations.endpoints.states import UNBLOCK_LANES
-from outbox.operations.endpoints.writes import END_SUBSCRIPTIONS, SET_STATES
+from outbox.operations.endpoints.writes import SET_STATES, stop_subscriptions
 from outbox.operations.lanes import PENDING, SUBSCRIBED
 from outbox.operations.rows import from_row
 from outbox.store.change import make_change
@@ -167,7 +167,7 @@ async def plan_removals(
     removed = [each.id for each in new if each.state == "removed"]
     change.additions.endpoints.update(dict.fromkeys(removed))
     change.write(REQUIRE_NO_DELIVERY, removed, sum(deliveries[each] for each in removed))
-    change.write(END_SUBSCRIPTIONS, ids)
+    stop_subscriptions(change, ids)
     change.write(CANCEL_REPLAYS, ids, None)
     change.write(UNBLOCK_LANES, ids, None)
     removing = [each.id for each in new if each.state == "removing"]
@@ -206,7 +206,7 @@ async def drain_endpoint(
             )
         if endpoint.subscribed:
             comment = "draining before removal"
-            change.write(END_SUBSCRIPTIONS, [endpoint.id])
+            stop_subscriptions(change, [endpoint.id])
             change.write(SET_STATES, [endpoint.id], endpoint.state, change.actor, comment)
             data = {"name": name, "comment": comment}
             change.journal("endpoint_updated", endpoint.id, data, batch_as="to_batch")

@@ -12,17 +12,19 @@ a journal entry.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict
 from outbox.operations.endpoints.changes import find_endpoint, find_endpoints
 from outbox.operations.endpoints.missed import READ_MISSED_SINCE, read_missed
 from outbox.operations.endpoints.writes import SET_STATES, replace_subscriptions
+from outbox.operations.feeds.catch_up import CatchUp, plan_catch_up
 from outbox.store.change import make_change, make_change_and_read
 from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import datetime
     from uuid import UUID
 
@@ -79,6 +81,11 @@ class StateChange:
     """There are so many events in that time that only the first 50,000 were looked at."""
     sent_again: int | None = None
     """Events that a replay of that time would send again, because it has got them already."""
+    catches_up_pending: int | None = None
+    """Deliveries that were pending when it was disabled, and that it gets first."""
+    catches_up_events: int | None = None
+    """Events of all types that were sequenced since, and that it gets before newer ones if they
+    match; null: it does not catch up, and for tenant tokens."""
 
 
 async def pause_endpoints(
@@ -148,6 +155,7 @@ async def enable_endpoint(
     actor: str,
     comment: str | None = None,
     owner: str | None = None,
+    catch_up: bool = False,
 ) -> StateChange:
     """Enable a disabled endpoint: it receives events from the next batch on.
 
@@ -155,15 +163,19 @@ async def enable_endpoint(
 
     Args:
         owner: the tenant that the endpoint must belong to; None: any.
+        catch_up: first what it has missed, in order.
 
     Raises:
         NotFound: no endpoint has this name.
-        Conflict: the endpoint is neither disabled nor draining.
+        Conflict: the endpoint is neither disabled nor draining, or some of what it has missed is
+            gone.
     """
 
     async def plan(change: Change) -> StateChange:
         endpoint = await find_endpoint(change, name, owner)
         require_enableable(endpoint)
+        if catch_up:
+            return await _plan_enabling_with_missed(change, endpoint, comment)
         since = None
         if endpoint.state == "disabled":
             since = await change.db.fetchval(READ_MISSED_SINCE, endpoint.id)
@@ -220,14 +232,38 @@ async def plan_enablings(
     change: Change, endpoints: Sequence[FoundEndpoint], comment: str | None
 ) -> list[StateChange]:
     """Enable endpoints that may be enabled."""
-    ids = [each.id for each in endpoints]
-    replace_subscriptions(change, ids)
-    change.write(REQUEST_RETRY, ids)
+    replace_subscriptions(change, [each.id for each in endpoints])
+    return _enable(change, endpoints, comment, {})
+
+
+async def _plan_enabling_with_missed(
+    change: Change, endpoint: FoundEndpoint, comment: str | None
+) -> StateChange:
+    caught = await plan_catch_up(change, endpoint.id, endpoint.name)
+    if caught is None:
+        replace_subscriptions(change, [endpoint.id])
+        caught = CatchUp(0, 0)
+    (enabled,) = _enable(
+        change,
+        [endpoint],
+        comment,
+        {"catches_up": {"pending": caught.pending, "events": caught.events}},
+    )
+    return replace(enabled, catches_up_pending=caught.pending, catches_up_events=caught.events)
+
+
+def _enable(
+    change: Change,
+    endpoints: Sequence[FoundEndpoint],
+    comment: str | None,
+    further: Mapping[str, object],
+) -> list[StateChange]:
+    change.write(REQUEST_RETRY, [each.id for each in endpoints])
     # One that is draining keeps its state.
     states = {e.id: "active" if e.state == "disabled" else e.state for e in endpoints}
     for state in sorted(set(states.values())):
         some = [each for each in endpoints if states[each.id] == state]
-        _set_states(change, some, state, comment, "enabled", batch_as="from_batch")
+        _set_states(change, some, state, comment, "enabled", "from_batch", further)
     return [StateChange(e.id, e.name, states[e.id], changed=True) for e in endpoints]
 
 
@@ -272,13 +308,13 @@ def _set_states(
     state: str,
     comment: str | None,
     verb: str | None = None,
-    *,
     batch_as: str | None = None,
+    further: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
     if endpoints:
         change.write(SET_STATES, [each.id for each in endpoints], state, change.actor, comment)
     for each in endpoints:
-        data = {"name": each.name, "comment": comment}
+        data = {"name": each.name, "comment": comment, **further}
         change.journal(f"endpoint_{verb or state}", each.id, data, batch_as=batch_as)
 
 

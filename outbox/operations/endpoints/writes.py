@@ -100,6 +100,31 @@ UPDATE subscription SET to_batch = {NEXT_BATCH} WHERE endpoint_id = ANY ($1) AND
 """,  # noqa: S608 (a constant only)
 )
 
+# Ends feeds before they arrived; what is left stays with them.
+STOP_FEEDS = WriteStatement(
+    "stop_feeds",
+    """
+UPDATE feed SET ended_at = clock_timestamp(), end_reason = $2
+ WHERE endpoint_id = ANY ($1) AND ended_at IS NULL
+""",
+)
+
+# Goes on with feeds by the subscriptions that endpoints' settings describe now.
+CHANGE_FEEDS = WriteStatement(
+    "change_feeds",
+    """
+WITH changed AS (
+    UPDATE feed SET ended_at = clock_timestamp(), end_reason = 'changed'
+     WHERE endpoint_id = ANY ($1) AND ended_at IS NULL
+    RETURNING *)
+INSERT INTO feed (endpoint_id, from_batch, from_id, batch, outbox_id, seen, after_job, types,
+                  tenant, all_tenants, filter)
+SELECT e.id, f.batch, f.outbox_id, f.batch, f.outbox_id, f.seen, f.after_job, e.types, e.tenant,
+       e.all_tenants, e.filter
+  FROM changed f JOIN endpoint e ON e.id = f.endpoint_id
+""",
+)
+
 # Begins a new version of the subscription that endpoints' settings describe.
 BEGIN_SUBSCRIPTIONS = WriteStatement(
     "begin_subscriptions",
@@ -189,6 +214,18 @@ def replace_subscriptions(change: Change, ids: Collection[UUID]) -> None:
         change.write(DELETE_UNUSED_SUBSCRIPTIONS, list(ids))
         change.write(END_SUBSCRIPTIONS, list(ids))
         change.write(BEGIN_SUBSCRIPTIONS, list(ids))
+
+
+def change_feeds(change: Change, ids: Collection[UUID]) -> None:
+    """Feed endpoints by the subscriptions that their settings describe now."""
+    if ids:
+        change.write(CHANGE_FEEDS, list(ids))
+
+
+def stop_subscriptions(change: Change, ids: Collection[UUID]) -> None:
+    """End the subscriptions and feeds of endpoints."""
+    change.write(END_SUBSCRIPTIONS, list(ids))
+    change.write(STOP_FEEDS, list(ids), "removed")
 
 
 def endpoint_columns(endpoint_id: UUID, settings: EndpointSettings) -> dict[str, Any]:

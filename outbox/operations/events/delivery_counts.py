@@ -29,6 +29,17 @@ BATCH_OF_EVENT = f"""
             WHERE passed.late AND batch > passed.batch
               AND NOT isempty(found) AND found @> w.id ORDER BY batch LIMIT 1)) b"""  # noqa: S608
 """The batch `b` that sequenced an event `w`, with its lanes."""
+GIVEN_IN = """
+given_in AS MATERIALIZED (
+    SELECT id, batch, lanes FROM wanted
+     UNION ALL
+    SELECT w.id, f.batch, array(
+               SELECT l.id FROM batch b, unnest(b.lanes) AS of(id)
+                 JOIN lane l ON l.id = of.id AND l.endpoint_id = f.endpoint_id
+                WHERE b.batch = f.batch)
+      FROM wanted w CROSS JOIN LATERAL fed_in(w.batch, w.id) f)"""
+"""The batches that have deliveries of the events `wanted`, with the lanes: their own, and those in
+which feeds gave them."""
 
 # Like the trace of an event, with index lookups only: its batch by `high`, or the batch that found
 # it late; its deliveries by the batch's lanes; and of each the nearest dead letter at or below its
@@ -37,10 +48,10 @@ COUNT_DELIVERIES = f"""
 WITH wanted AS MATERIALIZED (
     SELECT w.id, b.batch, b.lanes
       FROM unnest($1::bigint[]) AS w(id) {BATCH_OF_EVENT}
-     WHERE cardinality(b.lanes) <= $2),
+     WHERE cardinality(b.lanes) <= $2),{GIVEN_IN},
 given AS MATERIALIZED (
     SELECT w.id AS outbox_id, d.*
-      FROM wanted w CROSS JOIN LATERAL unnest(w.lanes) AS lane(id)
+      FROM given_in w CROSS JOIN LATERAL unnest(w.lanes) AS lane(id)
      CROSS JOIN LATERAL (
            SELECT lane_id, batch, seq FROM delivery
             WHERE lane_id = lane.id AND batch = w.batch AND outbox_id = w.id

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import Conflict
 from outbox.operations.criteria import criteria_parameters
+from outbox.operations.lanes import FED, SUBSCRIBED
 from outbox.operations.replays.jobs import JobRange, add_job, read_new_job
 from outbox.store.change import make_change_and_read
 from outbox.store.connection.connect import map_errors
@@ -30,11 +31,10 @@ if TYPE_CHECKING:
     from outbox.operations.criteria import Criteria
     from outbox.store.change import Change
 
-FIND_ENDPOINT = """
-SELECT e.id, e.state, EXISTS (SELECT FROM subscription s
-                               WHERE s.endpoint_id = e.id AND s.to_batch IS NULL) AS subscribed
+FIND_ENDPOINT = f"""
+SELECT e.id, e.state, {SUBSCRIBED} AS subscribed, {FED} AS fed
   FROM endpoint e WHERE e.name = $1 AND e.state <> 'removed'
-"""
+"""  # noqa: S608 (constants only)
 
 # One statement, for a consistent view of one batch: each id up to `high` is sequenced, an open
 # gap, or rolled back.
@@ -214,6 +214,11 @@ async def _find_range(
         )
     if endpoint["state"] == "removing" or not endpoint["subscribed"]:
         raise Conflict(f'endpoint "{name}" is being removed, and receives no new events')
+    if endpoint["fed"]:
+        raise Conflict(
+            f'endpoint "{name}" is catching up; replay to it when it has got what was earlier: '
+            f"outbox endpoint show {shlex.quote(name)}"
+        )
     at = await connection.fetchrow(READ_CURSOR)
     if outbox_ids is not None:
         first, last = await connection.fetchrow(FIND_CHOSEN, outbox_ids, at["high"], at["gaps"])

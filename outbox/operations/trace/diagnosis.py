@@ -123,6 +123,9 @@ _UNSENT_REASONS = {
     "filter": "{n} with a filter that excludes its payload",
     "before": "{n} added after it was published",
     "after": "{n} disabled or removed before it was sequenced",
+    "feed": "{n} that will get it, because earlier events are sent first",
+    "seen": "{n} that began at a position whose snapshot contains it",
+    "skipped": "{n} that began at an earlier place, when it was erased or expired",
     "lost": "{n} that should have received it: run outbox verify",
 }
 

@@ -189,7 +189,9 @@ class TracedDelivery:
 class UnsentGroup:
     """Endpoints that the event was not sent to, for one reason."""
 
-    reason: Literal["type", "tenant", "filter", "before", "after", "lost"]
+    reason: Literal[
+        "type", "tenant", "filter", "before", "after", "feed", "seen", "skipped", "lost"
+    ]
     """`before`: published before the endpoints were added; `lost`: an invariant is violated."""
     endpoints: int
     examples: tuple[str, ...]

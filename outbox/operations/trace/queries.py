@@ -83,17 +83,24 @@ SELECT b.batch, b.at, true AS late
 SELECT batch, at, late FROM passed WHERE NOT late
 """  # noqa: S608 (a constant only)
 
-# Deliveries of the event from its batch, from replays and from backfills.  OFFSET 0 forces one
+# Deliveries of the event from its batch, from feeds, replays and backfills.  OFFSET 0 forces one
 # index scan per lane.
 READ_DELIVERIES = """
 WITH given AS MATERIALIZED (
-    SELECT d.* FROM batch b CROSS JOIN LATERAL unnest(b.lanes) AS lane(id)
+    SELECT d.* FROM (
+           SELECT batch, lanes FROM batch WHERE batch = $2
+            UNION ALL
+           SELECT f.batch, array(
+                      SELECT l.id FROM batch b, unnest(b.lanes) AS of(id)
+                        JOIN lane l ON l.id = of.id AND l.endpoint_id = f.endpoint_id
+                       WHERE b.batch = f.batch)
+             FROM fed_in($2, $1) f) b
+     CROSS JOIN LATERAL unnest(b.lanes) AS lane(id)
      CROSS JOIN LATERAL (
            SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id
              FROM delivery
             WHERE lane_id = lane.id AND batch = b.batch AND outbox_id = $1
               AND replay_id IS NULL AND backfill_id IS NULL OFFSET 0) d
-     WHERE b.batch = $2
      UNION ALL
     SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id FROM delivery_run
      WHERE outbox_id = $1 AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL))
@@ -167,16 +174,30 @@ SELECT s.lane_id, s.acked_seq, s.retry_seq, s.attempts, s.spent, s.next_attempt_
 READ_UNSENT = f"""
 SELECT reason, count(*) AS endpoints, (array_agg(name ORDER BY name COLLATE "C"))[1:$4] AS examples
   FROM (SELECT e.name, CASE
+               WHEN f.waits THEN 'feed'
+               WHEN f.seen @> $1::bigint THEN 'seen'
                WHEN s.endpoint_id IS NULL AND v.from_batch > $2 THEN 'before'
                WHEN s.endpoint_id IS NULL THEN 'after'
                WHEN NOT {TYPE_MATCHES} THEN 'type'
                WHEN NOT {TENANT_MATCHES} THEN 'tenant'
                WHEN NOT coalesce({FILTER_MET}, true) THEN 'filter'
+               WHEN f.is_passed AND (o.erased_at IS NOT NULL OR o.expires_at IS NOT NULL)
+               THEN 'skipped'
                ELSE 'lost' END AS reason
           FROM endpoint e
           JOIN outbox o ON o.id = $1
-          LEFT JOIN subscription s ON s.endpoint_id = e.id AND s.from_batch <= $2
-                AND (s.to_batch IS NULL OR $2 < s.to_batch)
+          LEFT JOIN LATERAL (
+               SELECT id, seen, ended_at IS NULL AND ($2, $1) > (batch, outbox_id) AS waits,
+                      ($2, $1) <= (batch, outbox_id) AS is_passed
+                 FROM feed WHERE endpoint_id = e.id AND ($2, $1) > (from_batch, from_id)
+                ORDER BY id LIMIT 1) f ON true
+          LEFT JOIN LATERAL (
+               SELECT endpoint_id, types, tenant, all_tenants, filter FROM subscription
+                WHERE endpoint_id = e.id AND from_batch <= $2
+                  AND (to_batch IS NULL OR $2 < to_batch)
+                UNION ALL
+               SELECT endpoint_id, types, tenant, all_tenants, filter FROM feed
+                WHERE f.is_passed AND id = f.id LIMIT 1) s ON true
           LEFT JOIN LATERAL (
                SELECT min(from_batch) AS from_batch FROM subscription
                 WHERE endpoint_id = e.id) v ON true

@@ -26,6 +26,8 @@ from outbox.store.schedules.put_off import PutOffStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from outbox.store.sequencing.accounting import AccountingStore
 from outbox.store.sequencing.batches import SequencingStore
+from outbox.store.sequencing.feeds import FeedStore
+from outbox.store.sequencing.filters import FilterStore
 from outbox.store.sequencing.skipped_events import SkippedEventStore
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ class Stores:
     records: type[RecordStore] = RecordStore
     lanes: type[LaneStore] = LaneStore
     sequencing: type[SequencingStore] = SequencingStore
+    feeds: type[FeedStore] = FeedStore
+    filters: type[FilterStore] = FilterStore
     endpoint_state: type[EndpointStateStore] = EndpointStateStore
     schedule_runs: type[ScheduleRunStore] = ScheduleRunStore
     future_events: type[FutureEventStore] = FutureEventStore

@@ -21,7 +21,6 @@ session's steps before its registration.
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
@@ -31,7 +30,7 @@ from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line
 from outbox.store.sequencing.stalls import StandbyWait
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Collection, Mapping
 
     from outbox.store.sequencing.stalls import WaitReason
 
@@ -197,35 +196,3 @@ class Watchdog:
         if not connection.reconnect():
             raise DatabaseUnavailable(hangs)
         log.warning("a connection is opened again", reason=hangs)
-
-
-class ResponseOverdue(DatabaseUnavailable):
-    """The server did not respond to a statement in time."""
-
-
-@contextmanager
-def response_deadline(connection: Watched, within_s: float, what: str) -> Iterator[None]:
-    """Terminate the connection if the block takes longer; used before the watchdog runs.
-
-    The connection is terminated instead of cancelling the block, because a cancelled
-    transaction waits for its rollback.
-
-    Raises:
-        ResponseOverdue: the connection was terminated.
-    """
-    cut = False
-
-    def end() -> None:
-        nonlocal cut
-        cut = True
-        connection.terminate()
-
-    timer = asyncio.get_running_loop().call_later(within_s, end)
-    try:
-        yield
-    except CONNECTION_ERRORS as error:
-        if not cut:
-            raise
-        raise ResponseOverdue(f"no response within {within_s:g} s to {what}") from error
-    finally:
-        timer.cancel()

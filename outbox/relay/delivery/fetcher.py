@@ -75,10 +75,13 @@ class DeliveryFetcher:
         """
         self._events.add(sequenced.contents)
         self._placed = {}
-        if len(sequenced.deliveries) > ROWS_PER_READ or sequenced.events > len(sequenced.contents):
+        deliveries = sequenced.deliveries
+        if len(deliveries) > ROWS_PER_READ or sequenced.events > len(sequenced.contents):
+            return
+        if deliveries.feed_ids:
             return
         after = epoch_seconds(sequenced.committed_after)
-        for lane_id, seq, outbox_id in sequenced.deliveries.new:
+        for lane_id, seq, outbox_id in deliveries.new:
             if lane_id in owned:
                 placed = self._placed.setdefault(lane_id, [])
                 placed.append((seq, sequenced.batch, outbox_id, after))

@@ -24,6 +24,7 @@ from outbox.core.sequencing.gaps import CursorChange, CursorState, GapTracker
 from outbox.core.sequencing.router import Deliveries, Router, assign_sequences
 from outbox.errors import CursorBroken
 from outbox.relay.sequencing.event_reader import EventReader
+from outbox.relay.sequencing.feeder import Feeder
 from outbox.relay.sequencing.filter_evaluator import FilterEvaluator
 from outbox.relay.sequencing.replay_feeder import ReplayFeeder
 from outbox.store.refused_rows import is_refused, reason_of
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.core.model.delivery import EventContent
+    from outbox.core.sequencing.feeds import FedPart
     from outbox.core.sequencing.filter_budget import FilterFailure
     from outbox.core.sequencing.router import Placements, RoutableEvent, TenantFilter
     from outbox.store.sequencing.batches import SequencingStore
@@ -86,13 +88,18 @@ class _Draft:
     events: int
     deliveries: Deliveries
     replays: ReplayBatch
+    fed: Sequence[FedPart]
     failed: Mapping[TenantFilter, FilterFailure]
     awake: bool
     """Whether to set the flag to "awake", so that producers stop notifying."""
 
     @property
     def has_changes(self) -> bool:
-        return self.change.changed or self.replays.has_changes
+        return (
+            self.change.changed
+            or self.replays.has_changes
+            or any(part.deliveries or part.arrives for part in self.fed)
+        )
 
 
 class Cursor:
@@ -138,6 +145,7 @@ class Cursor:
             self._filters.evaluate,
             0.0 if notified else settings.poll_s / 2,
         )
+        self.feeder = Feeder(store.feeds, self._filters.evaluate)
         # When the row of the incarnation was first missing, by the loop's clock.
         self._absent_since: float | None = None
         self.leads = False
@@ -149,6 +157,7 @@ class Cursor:
         self._forget_position()
         self._router = None
         self._replays.forget()
+        self.feeder.forget()
         self._filters.forget()
         self.leads = False
 
@@ -158,9 +167,15 @@ class Cursor:
         self._counters.clear()
 
     @property
-    def replay_at(self) -> float | None:
-        """When a replay chunk may be due, by the loop's clock; None: no replay."""
-        return self._replays.poll_at if self.leads else None
+    def due_at(self) -> float | None:
+        """When a batch may be due without an event, by the loop's clock; None: none is.
+
+        It would have deliveries of a replay or a feed.
+        """
+        if not self.leads:
+            return None
+        due = [at for at in (self._replays.poll_at, self.feeder.due_at) if at is not None]
+        return min(due, default=None)
 
     async def sequence_batch(self, *, asleep_s: int | None = None) -> BatchResult:
         """Sequence one batch, if there are events; take the leadership if needed.
@@ -229,6 +244,7 @@ class Cursor:
             row = await self._store.cursor_row()
         if row.leader != self._me:
             self.leads = False
+            self.feeder.forget()
             return False
         if not row.is_current:
             # Another change was made meanwhile, so no new lanes were begun: try again.
@@ -244,7 +260,8 @@ class Cursor:
         current = {lane_id for route in routes for lane_id in route.lane_ids}
         self._counters = {i: seq for i, seq in self._counters.items() if i in current}
         self._router = Router(routes)
-        self._filters.load_routes(self._router)
+        await self.feeder.load(AGAIN_AFTER_S)
+        self._filters.load_filters(self._router.filters.union(self.feeder.filters))
         await self._replays.load_jobs()
         if self.reader.complete_at is None:
             # The age of older events is unknown; the lag counts from now on.
@@ -264,6 +281,9 @@ class Cursor:
     def _lose_routes(self) -> BatchResult:
         """Load the state before the next batch: nothing was written."""
         self._router = None
+        if not self.leads:
+            # Otherwise their reader would go on.
+            self.feeder.forget()
         return BatchResult.STALE
 
     async def _refused(self) -> BatchResult:
@@ -279,6 +299,7 @@ class Cursor:
     async def _sequence(self, *, watch: bool) -> BatchResult:
         """Plan a batch by reading, and write it in one message."""
         state, router, replays = self._state, self._router, ReplayBatch()
+        fed: Sequence[FedPart] = ()
         assert state is not None
         assert router is not None
         if self._replays.ready and not watch:
@@ -287,31 +308,51 @@ class Cursor:
             if planned is None:
                 return self._lose_routes()
             replays = planned
-        draft = await self._draft(state, router, replays, watch=watch)
+        if not watch:
+            fed = await self.feeder.next_batch(state)
+        draft = await self._draft(state, router, replays, fed, watch=watch)
         if draft is None:
-            self._replays.rejected(replays)
+            self._reject(replays)
             return self._lose_routes()
         if not draft.has_changes:
             self.reader.committed(draft.reading, draft.change)
             self._replays.committed(replays)
+            self.feeder.rejected()
             return BatchResult.EMPTY
         try:
             written = await self._write(state, draft)
         except asyncpg.PostgresError as error:
-            if not replays.has_changes and is_refused(error):
+            if not (replays.has_changes or fed) and is_refused(error):
                 # Deliveries of earlier batches go on.
                 raise CursorBroken(f"{BATCH_REFUSED}: {reason_of(error)}") from error
-            # Live events do not wait for replays that are refused.
-            self._replays.refused(replays, error)
+            # Live events do not wait for replays or feeds that are refused.
+            if replays.has_changes or not is_refused(error):
+                self._replays.refused(replays, error)
+            if fed:
+                self.feeder.refused(reason_of(error))
             return self._lose_routes()
         if not written:
-            self._replays.rejected(replays)
+            self._reject(replays)
             return await self._refused()
         self._batch_committed(state, draft)
+        if draft.replays.ends or any(part.arrives for part in fed):
+            # A feed may wait for the end of a job; those that arrive subscribe from this batch on,
+            # which has raised the version.
+            self._router = None
         return BatchResult.WRITTEN
 
+    def _reject(self, replays: ReplayBatch) -> None:
+        self._replays.rejected(replays)
+        self.feeder.rejected()
+
     async def _draft(
-        self, state: CursorState, router: Router, replays: ReplayBatch, *, watch: bool
+        self,
+        state: CursorState,
+        router: Router,
+        replays: ReplayBatch,
+        fed: Sequence[FedPart],
+        *,
+        watch: bool,
     ) -> _Draft | None:
         """Read events and compute a batch; None: leadership or routing version changed."""
         reading = await self.reader.read(state, self._is_current, watch=watch)
@@ -319,13 +360,15 @@ class Cursor:
             return None
         events, change = self.reader.close(reading, router)
         placements, failed = await self._route(events, router)
+        placements += await self.feeder.own_placements(fed, events)
         return _Draft(
             reading,
             change,
             len(events),
-            deliveries=await self._number(placements, replays),
+            deliveries=await self._number(placements, replays, fed),
             replays=replays,
-            failed={**failed, **replays.failed},
+            fed=fed,
+            failed={**failed, **replays.failed, **self.feeder.failed},
             awake=bool(events) and self._keep_polling(len(events), reading.waiting),
         )
 
@@ -343,12 +386,16 @@ class Cursor:
         refused, failed = await self._filters.evaluate(router, events)
         return router.placements(events, refused), failed
 
-    async def _number(self, placements: Placements, replays: ReplayBatch) -> Deliveries:
-        """Number what was placed, and the replays after it, in each lane."""
-        lanes = {lane_id for lane_id, _ in placements} | {r.lane_id for r in replays.replays}
+    async def _number(
+        self, placements: Placements, replays: ReplayBatch, fed: Sequence[FedPart]
+    ) -> Deliveries:
+        """Number in each lane what was fed, then what was placed, then the replays."""
+        feeds = [(part.feed.id, part.deliveries) for part in fed]
+        lanes = {lane_id for some in (placements, *(s for _, s in feeds)) for lane_id, _ in some}
+        lanes.update(r.lane_id for r in replays.replays)
         if unknown := lanes - self._counters.keys():
             self._counters |= await self._store.counters(unknown)
-        return assign_sequences(placements, replays.replays, self._counters)
+        return assign_sequences(placements, replays.replays, self._counters, feeds)
 
     async def _write(self, state: CursorState, draft: _Draft) -> bool:
         """Write the batch in one message; returns False if that did nothing."""
@@ -366,6 +413,7 @@ class Cursor:
             erasures=draft.reading.erasures if draft.reading.contents else None,
             notification=payload,
             replays=draft.replays,
+            fed=draft.fed,
             stopped=draft.failed,
         )
 
@@ -380,6 +428,7 @@ class Cursor:
         if draft.failed:
             self._filters.mark_stored(draft.failed)
         self._replays.committed(draft.replays)
+        self.feeder.committed(draft.fed, draft.events)
         if draft.events:
             self._replays.record_live_events()
         # The tracker remembers the gaps.

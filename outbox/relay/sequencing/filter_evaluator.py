@@ -54,13 +54,11 @@ class FilterEvaluator:
         # Stopped filters; None: stored as stopped.
         self._stopped: dict[TenantFilter, FilterFailure | None] = {}
 
-    def load_routes(self, router: Router) -> None:
-        """Set the routes, which exclude filters that are stored as stopped."""
-        self._budget.retain_filters(router.filters)
-        self._trusted &= router.filters
-        self._stopped = {
-            f: failure for f, failure in self._unstored().items() if f in router.filters
-        }
+    def load_filters(self, filters: set[TenantFilter]) -> None:
+        """Set the filters of the routes, which exclude those that are stored as stopped."""
+        self._budget.retain_filters(filters)
+        self._trusted &= filters
+        self._stopped = {f: failure for f, failure in self._unstored().items() if f in filters}
 
     def mark_stored(self, stopped: Mapping[TenantFilter, FilterFailure]) -> None:
         """Record that these filters are durably stopped."""

@@ -285,8 +285,8 @@ class Sequencer:
                 self._lag.mark_ended()
 
     def _next_poll_at(self, at: float) -> float:
-        """The earlier of a time and the next due replay chunk."""
-        return min(at, at if self.cursor.replay_at is None else self.cursor.replay_at)
+        """The earlier of a time and the next batch that is due without an event."""
+        return min(at, at if self.cursor.due_at is None else self.cursor.due_at)
 
     async def _pause(self, seconds: float) -> None:
         """Wait regardless of wake events; only `stop` ends it sooner."""

@@ -89,7 +89,7 @@ SELECT writer, version, timeline, identity, server_timeline() AS server_timeline
 """  # noqa: S608 (a constant only)
 
 # Rows without which an endpoint or one of its lanes is skipped silently.  A subscription that has
-# ended suffices: an endpoint that is drained keeps its state.
+# ended suffices: an endpoint that is drained keeps its state; and one that is fed has none.
 MISSING_ROWS = """
 SELECT format('lane %s of endpoint %s has no counter or no checkpoint', l.id, e.name) AS what
   FROM lane l JOIN endpoint e ON e.id = l.endpoint_id
@@ -115,7 +115,8 @@ SELECT format('endpoint %s has no row in %s', e.name, part.name)
         WHERE NOT EXISTS (SELECT FROM endpoint_health WHERE endpoint_id = e.id)
         UNION ALL
        SELECT 'subscription'
-        WHERE NOT EXISTS (SELECT FROM subscription WHERE endpoint_id = e.id)) part(name)
+        WHERE NOT EXISTS (SELECT FROM subscription WHERE endpoint_id = e.id)
+          AND NOT EXISTS (SELECT FROM feed WHERE endpoint_id = e.id)) part(name)
  WHERE e.state <> 'removed'
  UNION ALL
 SELECT format('no period of %s is left', kind) FROM unnest('{events,log}'::text[]) AS k(kind)
@@ -170,6 +171,19 @@ WITHDRAW_INCARNATION = WriteStatement(
 # order, as every statement that locks several, to avoid deadlocks.
 LOCK_EPOCHS = WriteStatement(
     "lock_epochs", "SELECT FROM ownership ORDER BY endpoint_id FOR NO KEY UPDATE"
+)
+
+# Feeds leave out what their position has seen; the ids of it that no batch has sequenced may belong
+# to other events now, which must not be lost.
+FORGET_UNSEQUENCED_SEEN = WriteStatement(
+    "forget_unsequenced_seen",
+    """
+UPDATE feed f
+   SET seen = seen - int8multirange(int8range(b.high, NULL, '(]')) - b.young
+              - (SELECT coalesce(range_agg(int8range(lo, hi, '[]')), '{}') FROM gap)
+  FROM (SELECT high, young FROM batch ORDER BY batch DESC LIMIT 1) b
+ WHERE f.ended_at IS NULL AND NOT isempty(f.seen)
+""",
 )
 
 # Begins a new generation of lanes for every endpoint, including paused and disabled ones, which
@@ -288,6 +302,7 @@ def begin_timeline(replica_id: int, row: CursorRow, actor: str) -> list[WriteCal
         (LOCK_EPOCHS,),
         *(whole if restored else ()),
         (BEGIN_ODOMETER,),
+        (FORGET_UNSEQUENCED_SEEN,),
         (BEGIN_GENERATIONS, row.batch + 1, actor, known.timeline, new.timeline, restored),
         (NOTIFY_ALL,),
     ]

@@ -30,6 +30,9 @@ EVENT_COLUMNS = f"""event_id, type, tenant, key,
        {epoch_s("expires_at")} AS expires_at,
        {PAYLOAD_BYTES} AS payload, headers::text AS headers, content_type"""
 
+# When the event of a delivery was committed at the earliest; a fed one was in an earlier batch.
+_COMMITTED_AFTER = "CASE WHEN {}.feed_id IS NULL THEN b.committed_after ELSE 'infinity' END"
+
 # Deliveries with their events.  `batch >=` limits each lane to the partitions that can contain
 # its deliveries.  An event whose row is gone is taken from the dead letter's copy, and is
 # otherwise empty; is_recorded: it was erased, or dropped with its period.  LIMIT 1 keeps the event
@@ -69,13 +72,15 @@ SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
                o.erased_at IS NOT NULL OR x.erased_at IS NOT NULL AS is_erased,
                CASE WHEN coalesce(d.replay_id, d.backfill_id) IS NULL THEN o.expires_at END
                    AS expires_at,
-               w.was_endpoint_id, w.was_generation, w.was_slot, w.was_seq, b.committed_after
+               w.was_endpoint_id, w.was_generation, w.was_slot, w.was_seq,
+               {_COMMITTED_AFTER.format("d")} AS committed_after
           FROM (
                SELECT lane.id, lane.bytes_max, n.*
                  FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::int[], $5::bigint[])
                       AS lane(id, floor_batch, after_seq, rows_max, bytes_max)
                 CROSS JOIN LATERAL (
-                      SELECT batch, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id
+                      SELECT batch, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id,
+                             feed_id
                         FROM delivery
                        WHERE lane_id = lane.id AND batch >= lane.floor_batch
                          AND seq > lane.after_seq
@@ -104,7 +109,7 @@ SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
 # The runs of lanes from a sequence on, without deliveries that repeat others.
 READ_RUNS = f"""
 SELECT lane.id, r.batch, r.seq, r.outbox_id, r.offsets,
-       date_part('epoch', b.committed_after) AS committed_after
+       date_part('epoch', {_COMMITTED_AFTER.format("r")}) AS committed_after
   FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::int[])
        AS lane(id, floor_batch, next_seq, runs_max)
  CROSS JOIN LATERAL (

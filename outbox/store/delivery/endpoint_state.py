@@ -121,6 +121,7 @@ SELECT bool_or(contains_ordinary_event(lane.id, lane.floor_batch, lane.acked_seq
 # Begins to disable an endpoint, in a message that changes routing.
 #   owned: locks the ownership row, while this replica owns the endpoint and its lease runs.
 #   disabling: the new state.  ended: its subscription ends with the batches so far.
+#   stopped: or its feed, whose place stays.
 # Aborts if its state or its owner has changed.
 BEGIN_DISABLING = WriteStatement(
     "begin_disabling",
@@ -139,6 +140,9 @@ disabling AS (
 ended AS (
     UPDATE subscription s SET to_batch = (SELECT max(batch) + 1 FROM batch)
       FROM disabling WHERE s.endpoint_id = disabling.id AND s.to_batch IS NULL),
+stopped AS (
+    UPDATE feed f SET ended_at = clock_timestamp(), end_reason = 'disabled'
+      FROM disabling WHERE f.endpoint_id = disabling.id AND f.ended_at IS NULL),
 journalled AS (
     INSERT INTO journal (kind, actor, endpoint_id, data)
     SELECT 'endpoint_disabling', $4, id,

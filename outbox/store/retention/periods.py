@@ -36,6 +36,7 @@ from outbox.store.channels import NOTIFY_ALL
 from outbox.store.cluster.leadership import CLEAR_LEADER
 from outbox.store.connection.row_security import rows_hidden, stop_empty
 from outbox.store.retention.erasure import erase_leftovers
+from outbox.store.retention.feed_pins import DELETE_FEED_STEPS, require_no_feeds
 from outbox.store.routing_change import LOCK_CURSOR
 from outbox.store.sequencing.accounting import ACCOUNT_BATCHES, BATCHES_PER_STEP
 from outbox.store.sql.expressions import RUN_LENGTH
@@ -209,6 +210,8 @@ SELECT abort_unless(NOT EXISTS (
     SELECT FROM replay_job_endpoint WHERE ended_at IS NULL AND from_id < $1))
 """,
 )
+
+REQUIRE_NO_FEEDS = require_no_feeds(_open_range("$2"))
 
 # Decides to drop a period, and journals it; aborts if pending deliveries prevent it.
 #   old, discarded: discards ranges that are too old to pin a period, because they can no longer be
@@ -416,6 +419,7 @@ class RetentionStore:
         while deleted == STEP:
             deleted = await self._db.write(DELETE_HISTORY)
             deleted_rows += deleted
+        await self._db.write(DELETE_FEED_STEPS)
         await self._db.write(THIN_MARKS)
         await self._classify()
         return deleted_rows
@@ -484,6 +488,7 @@ class RetentionStore:
             # The dead ids of its batches are counted before they are dropped.
             await self._db.write(ACCOUNT_BATCHES, BATCHES_PER_STEP)
         calls: list[WriteCall] = [(HOLD_CURSOR,), (REQUIRE_NO_RANGES, keep_s, last_batch)]
+        calls.append((REQUIRE_NO_FEEDS, last_batch, keep_s))
         if events:
             calls += [(REQUIRE_REPLAY_PROGRESS, progress), (REQUIRE_NO_JOBS, period.end)]
         calls.append((DROP_PERIOD, period.kind, period.number, ACTOR, keep_s))

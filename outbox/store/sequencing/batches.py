@@ -42,6 +42,7 @@ from outbox.store.sequencing.event_reads import (
     READ_RUNNING,
     parse_reading,
 )
+from outbox.store.sequencing.feeds import FeedStore, write_feeds
 from outbox.store.sequencing.filters import FilterStore, stop_filters
 from outbox.store.sequencing.routing import RoutingStore
 from outbox.store.sequencing.stalls import StallStore
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
     from datetime import datetime
 
+    from outbox.core.sequencing.feeds import FedPart
     from outbox.core.sequencing.filter_budget import FilterFailure
     from outbox.core.sequencing.router import Deliveries, TenantFilter
     from outbox.store.connection.store_connection import StoreConnection
@@ -113,9 +115,9 @@ refused AS MATERIALIZED (
      WHERE lane_id NOT IN (SELECT lane_id FROM counted)),
 delivered AS (
     INSERT INTO delivery_run (lane_id, batch, seq, outbox_id, offsets, replay_id, replay_seq,
-                              backfill_id, copy_id)
+                              backfill_id, copy_id, feed_id)
     SELECT d.lane_id, $1, d.seq, d.outbox_id, d.offsets, d.replay_id, d.replay_seq, d.backfill_id,
-           d.copy_id
+           d.copy_id, d.feed_id
       FROM locked, unnest($8::delivery_run_row[]) AS d)
 SELECT FROM locked WHERE (SELECT count(*) FROM refused) >= 0
 """,  # noqa: S608 (constants only)
@@ -157,6 +159,7 @@ class SequencingStore:
         self.proof = AbsenceProof(connection)
         self.routing = RoutingStore(connection)
         self.replay_feed = ReplayFeedStore(connection, server_fence)
+        self.feeds = FeedStore(connection)
         self.filters = FilterStore(connection)
         self.stalls = StallStore(connection, server_fence)
 
@@ -300,6 +303,7 @@ class SequencingStore:
         erasures: int | None,
         notification: str | None,
         replays: ReplayBatch,
+        fed: Sequence[FedPart],
         stopped: Mapping[TenantFilter, FilterFailure],
     ) -> bool:
         """Write one batch: its row, its deliveries, the lane counters, and all that comes with it.
@@ -312,6 +316,7 @@ class SequencingStore:
             erasures: nothing is written unless payloads were erased this often.
             notification: payload for other replicas, sent at commit if lanes have deliveries.
             replays: the progress of replay jobs.
+            fed: the progress of feeds.
             stopped: filters that count as matching from this batch on.
 
         Returns:
@@ -333,7 +338,7 @@ class SequencingStore:
             writer, version, self._fence, erasures,
         )  # fmt: skip
         actor = f"replica {writer}"
-        further = write_progress(batch, replays, actor)
+        further = write_progress(batch, replays, actor) + write_feeds(batch, fed, actor)
         if step.old_closed or step.old_opened:
             further.append((CLOSE_OLD_GAPS, _bounds(step.old_closed)[0]))
             further.append((OPEN_OLD_GAPS, *_bounds(step.old_opened)))

@@ -19,9 +19,16 @@ def delivery_runs(deliveries: Deliveries) -> str:
     The sequences of a lane follow one another in a batch, and what repeats earlier deliveries is
     alone, because it is found by its event.
     """
-    runs: list[tuple[int, int, int, list[int]]] = []
+    runs: list[tuple[int, int, int, list[int], int | str]] = []
     last_runs: dict[int, tuple[int, list[int]]] = {}
-    for lane_id, seq, outbox_id in deliveries.new:
+    fed = len(deliveries.feed_ids)
+    feed_id: int | str = ""
+    for n, (lane_id, seq, outbox_id) in enumerate(deliveries.new):
+        if n < fed:
+            # A lane belongs to one endpoint, which has one feed.
+            feed_id = deliveries.feed_ids[n]
+        elif n == fed:
+            feed_id, last_runs = "", {}
         if (last := last_runs.get(lane_id)) is not None:
             first_id, offsets = last
             offset = outbox_id - first_id
@@ -30,13 +37,13 @@ def delivery_runs(deliveries: Deliveries) -> str:
                 continue
         offsets = [0]
         last_runs[lane_id] = outbox_id, offsets
-        runs.append((lane_id, seq, outbox_id, offsets))
+        runs.append((lane_id, seq, outbox_id, offsets, feed_id))
     repeats = deliveries.repeats
     rows = [
-        f"({lane_id},{seq},{outbox_id},{composite_numbers(offsets)},,,,)"
-        for lane_id, seq, outbox_id, offsets in runs
+        f"({lane_id},{seq},{outbox_id},{composite_numbers(offsets)},,,,,{feed_id})"
+        for lane_id, seq, outbox_id, offsets, feed_id in runs
     ]
     for each, seq in zip(repeats, deliveries.seqs[len(deliveries) - len(repeats) :], strict=True):
         origin = map(composite_number, (each.id, each.seq, each.backfill_id, each.copy_id))
-        rows.append(f"({each.lane_id},{seq},{each.outbox_id},,{','.join(map(str, origin))})")
+        rows.append(f"({each.lane_id},{seq},{each.outbox_id},,{','.join(map(str, origin))},)")
     return composite_array(rows)

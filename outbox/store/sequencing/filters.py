@@ -55,6 +55,7 @@ MATCH_ALL = "1 == 1"
 # subscription, which a change of the filter replaces; so the next leader does not evaluate it
 # again at once.
 #   stopped: filters that were stopped more than $5 seconds ago are reported again.
+#   fed: a feed applies the same filter, before its endpoint subscribes.
 #   journalled: journal entries of actor $6.
 #   The final SELECT publishes outbox.filter.stopped for each endpoint, if one subscribes to
 #     operational events.  These do not contain the database's message, which may quote a payload.
@@ -71,15 +72,27 @@ WITH stopped AS (
             OR filter_stopped_at NOT BETWEEN clock_timestamp() - make_interval(secs => $5)
                                          AND clock_timestamp())
     RETURNING endpoint_id, f.filter, f.detail, f.reason),
+fed AS (
+    UPDATE feed SET filter_stopped_at = clock_timestamp(), filter_stopped_reason = f.detail
+      FROM unnest($1::text[], $2::text[], $3::text[], $4::text[])
+           AS f(tenant, filter, detail, reason)
+     WHERE ended_at IS NULL AND feed.filter = f.filter
+       AND feed.tenant IS NOT DISTINCT FROM f.tenant
+       AND (filter_stopped_at IS NULL
+            OR filter_stopped_at NOT BETWEEN clock_timestamp() - make_interval(secs => $5)
+                                         AND clock_timestamp())
+    RETURNING endpoint_id, f.filter, f.detail, f.reason),
+every AS (
+    SELECT * FROM stopped UNION SELECT * FROM fed),
 journalled AS (
     INSERT INTO journal (kind, actor, endpoint_id, data)
     SELECT 'filter_stopped', $6, endpoint_id,
            jsonb_build_object('filter', filter, 'detail', detail, 'from_batch', $7::bigint)
-      FROM stopped)
+      FROM every)
 SELECT publish_operational_events(
            array_agg('{FILTER_STOPPED}'::text), array_agg(endpoint_id),
            array_agg(jsonb_build_object('filter', filter, 'reason', reason)))
-  FROM stopped HAVING count(*) > 0 AND {HAS_OPERATIONAL_SUBSCRIBER}
+  FROM every HAVING count(*) > 0 AND {HAS_OPERATIONAL_SUBSCRIBER}
 """,  # noqa: S608 (constants only)
 )
 

@@ -65,7 +65,10 @@ READ_SUBSCRIBERS = f"""
 WITH o AS (SELECT DISTINCT type FROM unnest($1::text[]) AS t(type)),
 s AS MATERIALIZED (
     SELECT e.name, s.types FROM endpoint e JOIN subscription s ON s.endpoint_id = e.id
-     WHERE s.to_batch IS NULL),
+     WHERE s.to_batch IS NULL
+     UNION ALL
+    SELECT e.name, s.types FROM endpoint e JOIN feed s ON s.endpoint_id = e.id
+     WHERE s.ended_at IS NULL),
 matching AS MATERIALIZED (SELECT s.name, o.type FROM s, o WHERE {TYPE_MATCHES})
 SELECT array(SELECT DISTINCT name FROM matching ORDER BY name) AS endpoints,
        array(SELECT type FROM o EXCEPT SELECT type FROM matching ORDER BY type) AS unmatched

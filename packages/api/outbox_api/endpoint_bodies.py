@@ -10,6 +10,7 @@ from outbox.core.model import duration, headers, setting_types
 from outbox.core.model.endpoint_settings import SETTINGS
 from outbox.core.model.event import TENANT_BYTES_MAX
 from outbox.core.model.filter import FILTER_BYTES_MAX
+from outbox.core.model.position import POSITION_CHARS_MAX
 from outbox_api.field_types import TYPE_PATTERN, text_schema
 from outbox_api.route import Headers, RequestModel, at_most
 
@@ -110,6 +111,17 @@ _REQUIRED: dict[str, Any] = {
     for name, each in SETTINGS.items()
     if each.is_required
 }
+_FROM: dict[str, Any] = {
+    "from": (
+        str | None,
+        Field(
+            default=None,
+            max_length=POSITION_CHARS_MAX,
+            description="Send what was published since then first, in order: a position of "
+            "`outbox snapshot`, a time (2026-01-31T12:00:00Z), an age (2h), or `beginning`.",
+        ),
+    )
+}
 NewEndpointBody: type[SettingsBody] = create_model(
     "NewEndpointBody",
     __base__=EndpointBody,
@@ -124,6 +136,7 @@ NewEndpointBody: type[SettingsBody] = create_model(
             "the public key.",
         ),
     ),
+    **_FROM,
 )
 NewEndpointBody.example = {
     "name": "billing",

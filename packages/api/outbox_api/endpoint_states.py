@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import StrictBool
@@ -44,6 +45,16 @@ class EndpointNamesBody(RequestModel):
     """Whether the response only reports what would happen."""
 
 
+class EnableBody(ChangeBody):
+    """How a disabled endpoint goes on."""
+
+    example: ClassVar = {"comment": "they have a new address", "catch_up": False}
+
+    catch_up: StrictBool = False
+    """Whether it first gets what it has missed, in order: what was pending when it was disabled,
+    and what was sequenced since."""
+
+
 def _state_route(
     verb: str, summary: str, operation: Callable[..., Awaitable[list[StateChange]]]
 ) -> Route:
@@ -82,14 +93,16 @@ _RESUME = _state_route(
     tenants=TenantAccess.ENDPOINT,
     body_required=False,
 )
-async def _enable(call: Call[NoQuery, ChangeBody]) -> StateChange:
-    return await call.run(
+async def _enable(call: Call[NoQuery, EnableBody]) -> StateChange:
+    enabled = await call.run(
         endpoint_states.enable_endpoint,
         call.path["name"],
         actor=call.actor,
         owner=call.tenant,
         comment=call.body.comment,
+        catch_up=call.body.catch_up,
     )
+    return enabled if call.tenant is None else replace(enabled, catches_up_events=None)
 
 
 def _bulk_route(verb: EndpointVerb, summary: str) -> Route:

@@ -11,6 +11,7 @@ from yarl import URL
 
 from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint_condition import EndpointCondition
+from outbox.core.model.start import parse_start
 from outbox.destinations.brokers import require_for_tenant
 from outbox.destinations.endpoint_test import EndpointTestResult
 from outbox.destinations.endpoint_validation import (
@@ -133,6 +134,7 @@ async def _add(call: Call[NoQuery, SettingsBody]) -> NewEndpoint:
     fields = call.body.given_fields()
     fields["tenant"] = tenancy.resolve_tenant(call.tenant, fields.get("tenant"))
     ed25519 = fields.pop("ed25519", False)
+    start = None if (text := fields.pop("from", None)) is None else parse_start(text)
     settings = endpoint_config.parse_one(fields)
     _check_tenant_rules(call, settings)
     _require_name(call, settings.name)
@@ -145,8 +147,9 @@ async def _add(call: Call[NoQuery, SettingsBody]) -> NewEndpoint:
         actor=call.actor,
         vault=vault_of(call),
         ed25519=ed25519,
+        start=start,
     )
-    return made if call.tenant is None else replace(made, waiting=None)
+    return made if call.tenant is None else replace(made, waiting=None, events_before=None)
 
 
 @route.get(

@@ -70,7 +70,9 @@ COUNT_STATES = f"""
 WITH blocked AS (
     SELECT DISTINCT l.endpoint_id FROM lane_block b JOIN lane l ON l.id = b.lane_id),
 subscribed AS (
-    SELECT DISTINCT endpoint_id FROM subscription WHERE to_batch IS NULL),
+    SELECT endpoint_id FROM subscription WHERE to_batch IS NULL
+     UNION
+    SELECT endpoint_id FROM feed WHERE ended_at IS NULL),
 failing AS (
     SELECT DISTINCT l.endpoint_id FROM lane_progress l JOIN endpoint e ON e.id = l.endpoint_id
      WHERE {lanes.FAILING} AND ($1::text IS NULL OR e.tenant = $1))

@@ -103,13 +103,18 @@ class Redactor:
             replace(lane, last_response=self.redact_response(lane.last_response))
             for lane in found.lanes
         )
-        history = found.ownership_history if self.own_actors is None else ()
+        history, feed = found.ownership_history, found.feed
+        if self.own_actors is not None:
+            # These numbers are of all tenants' events.
+            history = ()
+            feed = feed and replace(feed, left_max=None, rate_per_s=None, expired=0, erased=0)
         return replace(
             found,
             endpoint=self.redact_endpoint(found.endpoint),
             health=health,
             lanes=lanes,
             ownership_history=history,
+            feed=feed,
         )
 
     def redact_dead_letter_row(self, row: D) -> D:

@@ -170,6 +170,7 @@ def test_every_command_has_routes_or_is_listed_as_without(described: dict[str, A
         "prove",
         "rekey",
         "relay",
+        "snapshot",
     }
     routes = {
         "apply": "/v1/declaration",

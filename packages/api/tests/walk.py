@@ -147,6 +147,11 @@ WALK = (
     _read("/v1/journal"),
     _read("/v1/tokens"),
     Step("POST /v1/endpoints", "/v1/endpoints", EXAMPLE),
+    Step(
+        "POST /v1/endpoints (from the beginning)",
+        "/v1/endpoints",
+        {"name": "search", "url": URL, "from": "beginning"},
+    ),
     Step("PATCH /v1/endpoints/{name}", "/v1/endpoints/billing", EXAMPLE),
     Step("POST /v1/endpoints/pause", "/v1/endpoints/pause", EXAMPLE),
     Step("POST /v1/endpoints/resume", "/v1/endpoints/resume", EXAMPLE),

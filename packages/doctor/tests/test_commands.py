@@ -26,6 +26,7 @@ DELETE FROM attempt_run WHERE seq = 3;
 DELETE FROM delivery_run WHERE seq = 3;
 UPDATE lane_counter SET last_seq = 2, by_xid = txid_current();
 UPDATE lane_progress SET acked_seq = 2;
+UPDATE batch SET events = events - 1 WHERE batch = (SELECT min(batch) FROM batch WHERE high >= 3);
 UPDATE batch SET dead = '{{[3,4)}}' WHERE batch = 1
 """
 

@@ -33,6 +33,14 @@ DAMAGE = {
         "DELETE FROM delivery_run WHERE seq = 3",
         {"complete", "contiguous"},
     ),
+    "an event is gone that a batch has sequenced": (
+        "UPDATE batch SET events = events + 1 WHERE batch = 1",
+        {"counted"},
+    ),
+    "an event that no feed passed is a delivery of one": (
+        "UPDATE delivery_run SET feed_id = 1 WHERE seq = 3",
+        {"complete", "fed"},
+    ),
     "an event was never sequenced": (
         """WITH gone AS (DELETE FROM delivery_run WHERE seq = 6 RETURNING 1),
                 fewer AS (UPDATE lane_counter SET last_seq = 5)

@@ -60,9 +60,9 @@ def add_lane(
     return lane
 
 
-def add(db: Database, endpoint_id: UUID, settings: EndpointSettings) -> list[Row]:
-    """Add an endpoint before the first batch; returns its lanes."""
-    db.endpoint.rows[endpoint_id] = {
+def add_rows(db: Database, put: Put, endpoint_id: UUID, settings: EndpointSettings) -> None:
+    """Add the rows of an endpoint, without lanes and subscription."""
+    e = {
         **settings_columns(settings),
         "id": endpoint_id,
         "state": "active",
@@ -71,7 +71,7 @@ def add(db: Database, endpoint_id: UUID, settings: EndpointSettings) -> list[Row
         "generation": 1,
         "resumes": 0,
     }
-    db.endpoint_health.rows[endpoint_id] = {
+    health = {
         "endpoint_id": endpoint_id,
         "epoch": 0,
         "state": "healthy",
@@ -83,6 +83,19 @@ def add(db: Database, endpoint_id: UUID, settings: EndpointSettings) -> list[Row
         "reported_stalled_at": None,
         "unsolicited_at": None,
     }
+    put(db.endpoint, endpoint_id, e)
+    put(db.endpoint_health, endpoint_id, health)
+    owned = {"endpoint_id": endpoint_id, "replica_id": None, "epoch": 0}
+    put(db.ownership, endpoint_id, owned)
+
+
+def add(db: Database, endpoint_id: UUID, settings: EndpointSettings) -> list[Row]:
+    """Add an endpoint before the first batch; returns its lanes."""
+
+    def put(table: Table, key: UUID | int, row: Row) -> None:
+        table.rows[key] = row
+
+    add_rows(db, put, endpoint_id, settings)
     db.subscription.rows[endpoint_id, 1] = {
         "endpoint_id": endpoint_id,
         "from_batch": 1,
@@ -92,11 +105,6 @@ def add(db: Database, endpoint_id: UUID, settings: EndpointSettings) -> list[Row
         "all_tenants": settings.all_tenants,
         "filter": settings.filter,
     }
-    db.ownership.rows[endpoint_id] = {"endpoint_id": endpoint_id, "replica_id": None, "epoch": 0}
-
-    def put(table: Table, key: UUID | int, row: Row) -> None:
-        table.rows[key] = row
-
     db.cursor.rows[1]["identity"] = db.identity
     # Nothing before the first batch is searched.
     return [add_lane(db, put, endpoint_id, 1, n, 1, 0) for n in range(settings.lanes)]

@@ -58,6 +58,7 @@ class Given(NamedTuple):
     replay_seq: int | None
     backfill_id: int | None
     copy_id: int | None
+    feed_id: int | None
 
     @property
     def again(self) -> bool:
@@ -89,6 +90,7 @@ class Batch(NamedTuple):
     writer: int | None
     at: datetime
     committed_after: datetime | None = None
+    events: int = 0
 
 
 @dataclass
@@ -149,6 +151,8 @@ class Database(Engine):
         self.replay_job = Table("replay_job")
         self.replay_job_endpoint = Table("replay_job_endpoint")
         self.replay = Table("replay")
+        self.feed = Table("feed")
+        self.feed_step = Table("feed_step")
         self.replica = Table("replica")
         self.odometer = Table("odometer")
         self.odometer.rows[1] = {"seconds": 0.0, "adder": None, "began_s": 0.0}

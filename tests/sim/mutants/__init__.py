@@ -3,6 +3,7 @@
 from tests.sim.mutants import (
     batches,
     cursor,
+    feeds,
     lanes,
     limits,
     observed_time,
@@ -23,6 +24,7 @@ __all__ = [
     "MUTANTS",
     "batches",
     "cursor",
+    "feeds",
     "lanes",
     "limits",
     "observed_time",

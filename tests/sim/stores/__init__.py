@@ -18,6 +18,8 @@ from tests.sim.stores import altered_secrets, channels, current_schema, privileg
 from tests.sim.stores.accounting import AccountingStore
 from tests.sim.stores.batches import SequencingStore
 from tests.sim.stores.endpoint_state import EndpointStateStore
+from tests.sim.stores.feeds import FeedStore
+from tests.sim.stores.filters import FilterStore
 from tests.sim.stores.future_events import FutureEventStore
 from tests.sim.stores.lanes import LaneStore
 from tests.sim.stores.partitions import PartitionStore
@@ -34,6 +36,8 @@ STORES = Stores(
     records=RecordStore,
     lanes=LaneStore,
     sequencing=SequencingStore,
+    feeds=FeedStore,
+    filters=FilterStore,
     endpoint_state=EndpointStateStore,
     schedule_runs=ScheduleRunStore,
     future_events=FutureEventStore,

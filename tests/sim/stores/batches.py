@@ -20,6 +20,7 @@ from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait, abort_unless
 from tests.sim.database.tables import AWAKE, Batch, Given
 from tests.sim.stores import timeline
 from tests.sim.stores.channels import OWNERS
+from tests.sim.stores.feeds import FeedStore, write_feeds
 from tests.sim.stores.filters import FilterStore, stop_filters
 from tests.sim.stores.lanes import content_of, read_counters
 from tests.sim.stores.replay_feed import ReplayFeedStore
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
     from datetime import datetime
 
+    from outbox.core.sequencing.feeds import FedPart
     from outbox.core.sequencing.filter_budget import FilterFailure
     from outbox.core.sequencing.gaps import CursorChange, LockHolders, Range
     from outbox.core.sequencing.router import Deliveries, TenantFilter
@@ -46,6 +48,7 @@ class SequencingStore(real.SequencingStore):
 
     routing: RoutingStore
     replay_feed: ReplayFeedStore
+    feeds: FeedStore
     filters: FilterStore
     stalls: StallStore
 
@@ -54,6 +57,7 @@ class SequencingStore(real.SequencingStore):
         self._db: Connection = connection  # type: ignore[assignment]
         self.routing = RoutingStore(connection)
         self.replay_feed = ReplayFeedStore(connection)
+        self.feeds = FeedStore(connection)
         self.filters = FilterStore(connection)
         self.stalls = StallStore(connection)
         self.proof = AbsenceProof(connection)
@@ -116,21 +120,25 @@ class SequencingStore(real.SequencingStore):
         erasures: int | None,
         notification: str | None,
         replays: ReplayBatch,
+        fed: Sequence[FedPart],
         stopped: Mapping[TenantFilter, FilterFailure],
     ) -> bool:
+        step_of = write_replays if replays.has_changes else write_fed if fed else write_batch
         try:
             return await self._db.call(
-                write_replays if replays.has_changes else write_batch,
+                step_of,
                 batch,
                 step,
                 deliveries,
                 writer,
                 version,
+                events=events,
                 committed_after=committed_after,
                 awake=awake,
                 erasures=erasures,
                 notification=notification,
                 replays=replays,
+                fed=fed,
                 stopped=stopped,
             )
         except asyncpg.PostgresError as error:
@@ -294,11 +302,13 @@ def write_batch(
     writer: int,
     version: int,
     *,
+    events: int,
     committed_after: datetime | None,
     awake: bool,
     erasures: int | None,
     notification: str | None,
     replays: ReplayBatch,
+    fed: Sequence[FedPart],
     stopped: Mapping[TenantFilter, FilterFailure],
 ) -> Steps[bool]:
     def unchanged() -> bool:
@@ -330,6 +340,7 @@ def write_batch(
         writer,
         db.clock_timestamp(),
         committed_after,
+        events,
     )
     tx.append(lambda: db.batches.append(new))
     for lane_id, last_seq in deliveries.counters.items():
@@ -352,6 +363,7 @@ def write_batch(
     for lo, hi in step.old_opened:
         tx.put(db.gap, lo, {"lo": lo, "hi": hi})
     yield from write_progress(db, tx, batch, replays, f"replica {writer}")
+    yield from write_feeds(db, tx, batch, fed, f"replica {writer}")
     stop_filters(db, tx, stopped)
     # The second read of the proof; its conditions hold, because nothing hides rows here.
     if any(_ids_between(db, lo, hi) for lo, hi in step.dead):
@@ -362,6 +374,11 @@ def write_batch(
 
 def write_replays(db: Database, tx: Transaction, *batch: Any, **options: Any) -> Steps[bool]:
     """Write a batch with replays; a run finds these batches by the name of this step."""
+    return (yield from write_batch(db, tx, *batch, **options))
+
+
+def write_fed(db: Database, tx: Transaction, *batch: Any, **options: Any) -> Steps[bool]:
+    """Write a batch with feeds; a run finds these batches by the name of this step."""
     return (yield from write_batch(db, tx, *batch, **options))
 
 
@@ -378,7 +395,8 @@ def _given(batch: int, deliveries: Deliveries) -> list[tuple[int, Given]]:
         deliveries.outbox_ids,
     )
     repeats = deliveries.repeats
-    repeated: list[Any] = [(None,) * 4] * (len(deliveries) - len(repeats))
-    repeated += [(each.id, each.seq, each.backfill_id, each.copy_id) for each in repeats]
-    rows: Any = zip(*columns, repeated, strict=True)
+    origins: list[Any] = [(*(None,) * 4, feed_id) for feed_id in deliveries.feed_ids]
+    origins += [(None,) * 5] * (len(deliveries) - len(repeats) - len(origins))
+    origins += [(each.id, each.seq, each.backfill_id, each.copy_id, None) for each in repeats]
+    rows: Any = zip(*columns, origins, strict=True)
     return [(lane_id, Given(batch, *rest, *also)) for lane_id, *rest, also in rows]

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from uuid import UUID
 
 from outbox.core.model import endpoint_config
+from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.errors import Conflict, NotFound
 from outbox.operations.endpoints import changes as endpoint_changes
-from outbox.operations.endpoints.changes import Updated
+from outbox.operations.endpoints.changes import NewEndpoint, Updated
 from outbox.store.connection.secrets import CLEAR
+from tests.sim.database.endpoints import SECRET
 from tests.sim.stores import endpoint_writes
 from tests.sim.stores.change import make_change
+from tests.sim.stores.feeds import running_feed
 from tests.sim.stores.replay_feed import is_subscribed
+from tests.sim.stores.starts import begin_feed, count_after, resolve_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from outbox.core.model.endpoint_settings import EndpointSettings
+    from outbox.core.model.start import Start
     from outbox.store.connection.secrets import Vault
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Transaction
@@ -33,6 +39,40 @@ class FoundEndpoint(endpoint_changes.FoundEndpoint):
     def settings(self) -> EndpointSettings:
         settings: EndpointSettings = self.row
         return settings
+
+
+async def add_endpoint(
+    connection: Connection,
+    schema: str,
+    settings: EndpointSettings,
+    *,
+    actor: str,
+    vault: Vault = CLEAR,
+    ed25519: bool = False,
+    start: Start | None = None,
+) -> NewEndpoint:
+    assert not ed25519
+    name = settings.name
+
+    async def plan(change: Change) -> NewEndpoint:
+        if await change.db.call(is_name_taken, name):
+            raise Conflict(f"endpoint {name} exists already")
+        new, high, last = await change.db.call(read_new_id)
+        change.journal("endpoint_added", new, {"name": name}, batch_as="from_batch")
+        change.write_early(endpoint_writes.add_endpoint, new, settings)
+        before = None
+        if start is None:
+            endpoint_writes.replace_subscriptions(change, [new])
+        else:
+            begins = await resolve_start(change.db, start)
+            before = await count_after(change.db, begins)
+            begin_feed(change, new, begins)
+        waiting = unsequenced_ids(high, last)
+        return NewEndpoint(
+            new, name, settings.url, SECRET, settings.lanes, settings.types, waiting, before, ()
+        )
+
+    return await make_change(connection, schema, actor, plan)
 
 
 async def update_endpoint(
@@ -61,7 +101,10 @@ async def update_endpoint(
                 change.write(endpoint_writes.begin_generation, [found.id])
                 change.write(endpoint_writes.add_lanes, [found.id])
             if found.subscribed and new.subscription != old.subscription:
-                endpoint_writes.replace_subscriptions(change, [found.id])
+                if found.fed:
+                    endpoint_writes.change_feeds(change, [found.id])
+                else:
+                    endpoint_writes.replace_subscriptions(change, [found.id])
         return Updated(found.id, name, changed, (), None)
 
     return await make_change(connection, schema, actor, plan)
@@ -98,13 +141,32 @@ def read_endpoints(
             row["id"],
             row["name"],
             row["state"],
-            is_subscribed(db, tx, row["id"]),
+            is_subscribed(db, tx, row["id"]) or is_fed(db, tx, row["id"]),
+            is_fed(db, tx, row["id"]),
             row["settings"],
             vault,
         )
         for row in tx.rows(db.endpoint)
         if row["name"] in names and row["state"] != "removed" and owner in (None, row["tenant"])
     }
+
+
+def is_fed(db: Database, tx: Transaction, endpoint_id: UUID) -> bool:
+    return running_feed(db, tx, endpoint_id) is not None
+
+
+def is_name_taken(db: Database, tx: Transaction, name: str) -> bool:
+    return any(e["name"] == name and e["state"] != "removed" for e in tx.rows(db.endpoint))
+
+
+def new_endpoint_id(db: Database) -> UUID:
+    """The id of the next endpoint."""
+    return UUID(int=db.rng.getrandbits(128))
+
+
+def read_new_id(db: Database, tx: Transaction) -> tuple[UUID, int, int]:
+    """An id for a new endpoint, the highest sequenced event id, and the last assigned one."""
+    return new_endpoint_id(db), db.batches[-1].high, db.last_id
 
 
 def read_names(db: Database, tx: Transaction) -> None:

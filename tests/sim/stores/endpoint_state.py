@@ -128,6 +128,7 @@ def disable(
         return False
     yield from perform(routing_change.raise_version(db, tx))
     endpoint_writes.end_subscriptions(db, tx, [endpoint_id])
+    yield from endpoint_writes.stop_feeds(db, tx, [endpoint_id], "disabled")
     journalled = {**data, "to_batch": routing_change.next_batch(db)}
     add_to_journal(db, tx, "endpoint_disabling", actor, endpoint_id, journalled)
     yield from publish_endpoint_disabled(db, tx, endpoint_id, data.get("last_response"))

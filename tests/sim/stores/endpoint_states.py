@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict
 from outbox.operations.endpoints.states import StateChange, require_state
+from outbox.operations.feeds.catch_up import CatchUp
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
+from tests.sim.stores.catch_up import plan_catch_up
 from tests.sim.stores.change import make_change
 from tests.sim.stores.endpoint_changes import find_endpoint, find_endpoints
 from tests.sim.stores.endpoint_writes import replace_subscriptions, set_states
@@ -82,17 +85,28 @@ async def enable_endpoint(
     actor: str,
     comment: str | None = None,
     owner: str | None = None,
+    catch_up: bool = False,
 ) -> StateChange:
     async def plan(change: Change) -> StateChange:
         found = await find_endpoint(change, name, owner)
         if found.subscribed or found.state in ("disabling", "removing"):
             raise Conflict(f"endpoint {name} is {found.state}")
         state = "active" if found.state == "disabled" else found.state
-        replace_subscriptions(change, [found.id])
+        caught = await plan_catch_up(change, found.id, name) if catch_up else None
+        if caught is None:
+            replace_subscriptions(change, [found.id])
+        data: dict[str, Any] = {"name": name}
+        changed = StateChange(found.id, name, state, changed=True)
+        if catch_up:
+            caught = caught or CatchUp(0, 0)
+            data["catches_up"] = caught._asdict()
+            changed = replace(
+                changed, catches_up_pending=caught.pending, catches_up_events=caught.events
+            )
         change.write(request_retry, [found.id])
         change.write(set_states, [found.id], state, actor, comment)
-        change.journal("endpoint_enabled", found.id, {"name": name}, batch_as="from_batch")
-        return StateChange(found.id, name, state, changed=True)
+        change.journal("endpoint_enabled", found.id, data, batch_as="from_batch")
+        return changed
 
     return await make_change(connection, schema, actor, plan)
 

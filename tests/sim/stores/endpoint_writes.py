@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.sim.database.endpoints import add_lane, settings_columns
+from tests.sim.database.endpoints import add_lane, add_rows, settings_columns
 from tests.sim.database.engine import UPDATE, Wait, abort_unless
 from tests.sim.stores import timeline
+from tests.sim.stores.feeds import add_feed
 from tests.sim.stores.routing_change import next_batch
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ def replace_subscriptions(change: Change, ids: Collection[UUID]) -> None:
         change.write(begin_subscriptions, ids)
 
 
+def change_feeds(change: Change, ids: Collection[UUID]) -> None:
+    if ids:
+        change.write(restart_feeds, ids)
+
+
 # ------------------------------------------------------------------------ steps
 
 
@@ -43,6 +49,14 @@ def set_states(
     for endpoint_id in ids:
         yield from _locked(db, tx, endpoint_id)
         tx.change(db.endpoint, endpoint_id, state=state, state_by=by, state_comment=comment)
+
+
+def add_endpoint(
+    db: Database, tx: Transaction, endpoint_id: UUID, settings: EndpointSettings
+) -> Steps[None]:
+    """Add an endpoint with its lanes, without a subscription."""
+    add_rows(db, tx.put, endpoint_id, settings)
+    yield from add_lanes(db, tx, [endpoint_id])
 
 
 def update_endpoints(
@@ -86,6 +100,24 @@ def end_subscriptions(db: Database, tx: Transaction, ids: Collection[UUID]) -> N
         if row["endpoint_id"] in ids and row["to_batch"] is None:
             key = (row["endpoint_id"], row["from_batch"])
             tx.change(db.subscription, key, to_batch=next_batch(db))
+
+
+def stop_feeds(db: Database, tx: Transaction, ids: Collection[UUID], reason: str) -> Steps[None]:
+    """End feeds before they arrived; what is left stays with them."""
+    for row in list(tx.rows(db.feed)):
+        if row["endpoint_id"] in ids and row["ended_at"] is None:
+            yield Wait(db.feed, row["id"], UPDATE)
+            tx.change(db.feed, row["id"], ended_at=db.clock_timestamp(), end_reason=reason)
+
+
+def restart_feeds(db: Database, tx: Transaction, ids: Collection[UUID]) -> Steps[None]:
+    """Go on with feeds by the subscriptions that endpoints' settings describe now."""
+    feeds = [row for row in tx.rows(db.feed) if row["ended_at"] is None]
+    yield from stop_feeds(db, tx, ids, "changed")
+    for row in feeds:
+        if row["endpoint_id"] in ids:
+            kept = {name: row[name] for name in ("batch", "outbox_id", "seen", "after_job")}
+            add_feed(db, tx, row["endpoint_id"], kept)
 
 
 def begin_subscriptions(db: Database, tx: Transaction, ids: Collection[UUID]) -> None:

@@ -57,6 +57,7 @@ def evaluate_filters(
 def stop_filters(
     db: Database, tx: Transaction, stopped: Mapping[TenantFilter, FilterFailure]
 ) -> None:
-    filters_of = [(s["tenant"], s["filter"]) for s in tx.rows(db.subscription)]
+    rows = [*tx.rows(db.subscription), *tx.rows(db.feed)]
+    filters_of = [(row["tenant"], row["filter"]) for row in rows]
     if any(tenant_filter in filters_of for tenant_filter in stopped):
         raise NotImplementedError("no endpoint of the simulation has a filter")

@@ -251,7 +251,7 @@ def build_delivery(
 ) -> Delivery:
     event = db.outbox[given.outbox_id]
     replay_of, waits_since = _replay_of(db, tx, given), None
-    if replay_of is None and given.backfill_id is None:
+    if not given.again and given.feed_id is None:
         waits_since = earliest_commit(event.created_at.timestamp(), epoch_seconds(committed_after))
     return Delivery(
         lane.endpoint_id,

@@ -20,6 +20,7 @@ from outbox.store.retention.periods import ACTOR, OBSERVED_S_MIN
 from tests.sim.database.engine import UPDATE, Wait, perform
 from tests.sim.database.tables import KINDS, Batch
 from tests.sim.stores import batches, channels, routing_change, timeline
+from tests.sim.stores.feed_pins import delete_feed_steps, pinned_by_feeds
 
 if TYPE_CHECKING:
     from outbox.core.sequencing.gaps import LockHolders
@@ -64,6 +65,7 @@ class RetentionStore(retention.RetentionStore):
         for keep_s in (self._keep.dead_letters_s, self._keep.events_s):
             if keep_s is not None:
                 await self._db.call(delete_none)
+        await self._db.call(delete_feed_steps)
         await self._db.call(thin_marks)
         return 0
 
@@ -316,6 +318,8 @@ def decide_drop(
     yield db.pause_s()
     events = period.kind == "events"
     if pinned_by_ranges(db, tx, keep_s, last_batch):
+        return False
+    if pinned_by_feeds(db, tx, _open_ranges(db, tx, keep_s), last_batch):
         return False
     if events and read_replay_progress(db, tx) != progress:
         return False

@@ -87,16 +87,20 @@ def read_routes(db: Database, tx: Transaction) -> list[Route]:
         assert e is not None
         if s["to_batch"] is not None or e["state"] not in ("active", "paused"):
             continue
-        lanes = [
-            lane
-            for lane in tx.rows(db.lane)
-            if lane["endpoint_id"] == e["id"] and lane["generation"] == e["generation"]
-        ]
-        lanes.sort(key=lambda lane: int(lane["slot"]))
-        lane_ids = tuple(lane["id"] for lane in lanes)
+        lane_ids = lanes_of(db, tx, e)
         types = tuple(s["types"])
         found.append(Route(e["id"], types, s["tenant"], s["all_tenants"], lane_ids, s["filter"]))
     return found
+
+
+def lanes_of(db: Database, tx: Transaction, e: Row) -> tuple[int, ...]:
+    """The ids of an endpoint's lanes, by their slots."""
+    lanes = [
+        lane
+        for lane in tx.rows(db.lane)
+        if lane["endpoint_id"] == e["id"] and lane["generation"] == e["generation"]
+    ]
+    return tuple(lane["id"] for lane in sorted(lanes, key=lambda lane: int(lane["slot"])))
 
 
 def pending_of(db: Database, tx: Transaction, job_id: int, endpoint_id: UUID) -> list[Row]:

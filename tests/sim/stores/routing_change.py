@@ -39,6 +39,11 @@ def raise_version(db: Database, tx: Transaction) -> Steps[None]:
     tx.change(db.cursor, 1, version=row["version"] + 1)
 
 
+def begin_change(db: Database, tx: Transaction) -> Steps[None]:
+    """Begin a change in the message of the leader."""
+    yield from perform(raise_version(db, tx))
+
+
 def begin_change_of(db: Database, tx: Transaction, version: int) -> Steps[None]:
     """Begin a change that was planned under a routing version, and abort if that has changed."""
     yield from perform(lock_cursor(db, tx))

@@ -62,6 +62,10 @@ export function confirm(title, body, { yes = "Confirm", kind = "main", no = "Can
 export const field = (label, control, hint) => h("label", { class: "field" },
   h("span", null, label), control, hint && h("small", null, hint));
 
+// One of several answers, of which one is chosen.
+export const choice = (name, value, text, hint, checked) => h("div", { class: "field" },
+  h("label", { class: "pick" }, h("input", { type: "radio", name, value, checked }), text), h("small", null, hint));
+
 export const comment = (hint = "Recorded in the journal.") => field("Comment", h("input", { name: "comment", maxlength: 200, autocomplete: "off" }), hint);
 
 // Run a request that changes nothing; show an error as a notice.

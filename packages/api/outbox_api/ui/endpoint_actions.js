@@ -6,7 +6,7 @@ import { h } from "./dom.js";
 import { responseLine } from "./components.js";
 import { plural } from "./format.js";
 import { link } from "./router.js";
-import { comment, confirm, runAction, tryRequest } from "./dialogs.js";
+import { choice, comment, confirm, runAction, tryRequest } from "./dialogs.js";
 
 const path = (endpoint, verb) => `/v1/endpoints/${name(endpoint)}/${verb}`;
 
@@ -87,5 +87,11 @@ export async function adopt(endpoint) {
 }
 
 export async function enable(endpoint) {
-  await runVerb(endpoint, "enable", `${endpoint} is enabled. It receives new events.`);
+  const form = await confirm(`Enable ${endpoint}?`, [h("fieldset", { class: "field" }, h("legend", null, "What it has missed"),
+    choice("missed", "send", "Send it first", "What was pending when it was disabled, and what was published since, in order and before newer events.", true),
+    choice("missed", "skip", "Do not send it", "It receives new events only. What was pending stays in its dead letters.", false)), comment()], { yes: "Enable" });
+  if (!form) return;
+  await runAction(() => post(path(endpoint, "enable"), { catch_up: form.missed === "send", comment: form.comment || null }), (result) => (result.catches_up_pending === null
+    ? `${endpoint} is enabled. It receives new events.`
+    : `${endpoint} is enabled. It first gets what it has missed.`));
 }

@@ -32,6 +32,7 @@ export function endpointForm({ settings, destinations }, values) {
   const ed25519 = h("div", { class: "field" },
     h("label", { class: "pick" }, h("input", { type: "checkbox", name: "ed25519" }), "Ed25519 signature"),
     h("small", null, "Sign with an Ed25519 key instead of a shared secret; the receiver gets the public key."));
+  const from = field("Begin at", h("input", { name: "from", autocomplete: "off", placeholder: "now" }), "Send what was published since then first: a position of outbox snapshot, a time with its zone, an age such as 2h, or beginning.");
   const general = h("p", { class: "bad", role: "alert" });
   const url = byName.get("url").place.querySelector("input");
   url.addEventListener("input", () => {
@@ -52,7 +53,7 @@ export function endpointForm({ settings, destinations }, values) {
     h("div", { class: "grid-form" },
       byName.get("name").place,
       h("div", { class: "field" }, field("Destination", select), words),
-      basic.slice(1).map((name) => byName.get(name)?.place), isNew && credentials, isNew && ed25519),
+      basic.slice(1).map((name) => byName.get(name)?.place), isNew && from, isNew && credentials, isNew && ed25519),
     more);
 
   function applies({ setting }) {
@@ -103,6 +104,7 @@ export function endpointForm({ settings, destinations }, values) {
     element, changes, showProblem,
     isBroker: () => destination.name !== "http",
     credentials: () => credentials.querySelector("input").value.trim(),
+    from: () => from.querySelector("input").value.trim(),
     ed25519: () => !ed25519.hidden && ed25519.querySelector("input").checked,
   };
 }

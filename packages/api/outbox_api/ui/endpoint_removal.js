@@ -2,12 +2,9 @@
 
 import { get, name, remove } from "./api.js";
 import { h } from "./dom.js";
-import { confirm, notice, runAction, tryRequest } from "./dialogs.js";
+import { choice, confirm, notice, runAction, tryRequest } from "./dialogs.js";
 import { plural } from "./format.js";
 import { link, navigate } from "./router.js";
-
-const choice = (value, text, hint, checked) => h("div", { class: "field" },
-  h("label", { class: "pick" }, h("input", { type: "radio", name: "pending", value, checked }), text), h("small", null, hint));
 
 export async function removeEndpoint(endpoint) {
   const path = `/v1/endpoints/${name(endpoint)}`;
@@ -19,8 +16,8 @@ export async function removeEndpoint(endpoint) {
     h("p", null, pending ? `It has ${deliveries}.` : "It has no pending deliveries.",
       dead ? ` Its ${plural(dead, "dead letter")} cannot be replayed afterwards.` : ""),
     pending ? h("fieldset", { class: "field" }, h("legend", null, "Pending deliveries"),
-      choice("drain", "Deliver them first", "It receives no new events. Remove it again when nothing is pending.", true),
-      choice("dead_letter", "Dead-letter them", `${deliveries} will never be sent.`, false)) : null,
+      choice("pending", "drain", "Deliver them first", "It receives no new events. Remove it again when nothing is pending.", true),
+      choice("pending", "dead_letter", "Dead-letter them", `${deliveries} will never be sent.`, false)) : null,
     h("p", { class: "hint" }, "The removal cannot be undone."),
   ].filter(Boolean), { yes: "Remove", kind: "danger" });
   if (!form) return;

@@ -126,3 +126,31 @@ async def test_the_range_is_what_exists_and_p99_means_the_same_everywhere(
         # It is kept where another endpoint is shown.
         await visitor.open("overview")
         await expect(pressed).to_have_text("6 h")
+
+
+async def test_an_endpoint_that_catches_up_shows_how_far_it_is(database: Database) -> None:
+    """Its enabling asks for what it has missed; a new endpoint may begin earlier."""
+    await add_endpoint(database, "shop")
+    await fetchval(
+        database,
+        "WITH e AS (UPDATE endpoint SET state = 'disabled' RETURNING id)"
+        " UPDATE subscription SET to_batch = 1 FROM e WHERE endpoint_id = e.id",
+    )
+    secret = await make_token(database, "me")
+    async with serving(database) as api, visiting(api.url) as visitor:
+        page = visitor.page
+        await visitor.sign_in(secret)
+        await visitor.open("endpoint/shop")
+        await visitor.press("Enable")
+        await expect(page.get_by_label("Send it first")).to_be_checked()
+        await visitor.press("Enable", inside=visitor.dialog)
+        await visitor.wait_for("It first gets what it has missed.")
+        await expect(page.locator("dl").first).to_contain_text("Catching up")
+        await visitor.open("new-endpoint")
+        await page.get_by_label("Name", exact=True).fill("search")
+        await page.get_by_label("URL", exact=True).fill("https://search.example/")
+        await page.get_by_label("Begin at").fill("beginning")
+        await visitor.press("Create endpoint")
+        await visitor.press("Done", inside=visitor.dialog)
+        await visitor.wait_for("It first gets earlier events.")
+    assert await fetchval(database, "SELECT count(*) FROM feed WHERE ended_at IS NULL") == 2

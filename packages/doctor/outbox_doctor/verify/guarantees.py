@@ -5,13 +5,13 @@ Each check is one query that returns the violations of an invariant, as text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.store.refused_rows import IS_REFUSED_SUCCESS
 from outbox.store.sequencing.skipped_events import SKIPPED_EVENTS
 from outbox.store.sql.expressions import RUN_LENGTH
 from outbox.store.sql.type_match import FILTER_MET, MATCHES
+from outbox_doctor.verify.audit_check import AuditCheck
+from outbox_doctor.verify.feeds import FEED_CHECKS
 from outbox_doctor.verify.inconsistent_rows import (
     ABANDONED_CLAIMS,
     DECIDED_BLOCKS,
@@ -19,6 +19,7 @@ from outbox_doctor.verify.inconsistent_rows import (
     RESTORED_STATE,
     ROWS_OF_REMOVED_ENDPOINTS,
 )
+from outbox_doctor.verify.retained import FIRST_BATCH, FIRST_ID, KEPT, SEQUENCED
 
 # A filter that could not be evaluated counts as matching, with a journal entry.  The journal is
 # read last, and only for events that do not match.
@@ -38,65 +39,11 @@ subscribed AS MATERIALIZED (
       FROM subscription s JOIN kinds o ON {MATCHES})
 """  # noqa: S608 (constants only)
 
-# Where the retained data begins; the partitions of a dropped period may remain for a while.
-# The retained log covers events above its first `high`, and late ones.
-_KEPT = f"""
-kept AS MATERIALIZED (
-    SELECT e.id, l.number * {WIDTH} AS batch, l.high
-      FROM period l, (SELECT min(number) * {WIDTH} AS id FROM period
-                       WHERE kind = 'events' AND dropped_at IS NULL) e
-     WHERE l.kind = 'log' AND l.dropped_at IS NULL ORDER BY l.number LIMIT 1)
-"""  # noqa: S608 (constants only)
-_FIRST_ID, _FIRST_BATCH = "(SELECT id FROM kept)", "(SELECT batch FROM kept)"
-
-# The batch that sequenced each committed event: the one that found it late, or the one whose
-# cursor passed it.  Ids in open gaps are not sequenced yet.
-# width_bucket finds the batch by binary search; a join would be quadratic.
-# MATERIALIZED prevents computing the batch again per subscription; the arrays are scalar
-# subqueries, because each row of a join would carry a copy of them.
-_SEQUENCED = f"""
-{_KEPT},
-late AS MATERIALIZED (
-    SELECT b.batch, generate_series(lower(r), upper(r) - 1) AS id
-      FROM batch b, unnest(b.found) r WHERE b.batch >= {_FIRST_BATCH}),
-open AS (
-    SELECT int8range(lo, hi, '[]') AS ids FROM gap
-    UNION ALL
-    SELECT r FROM (SELECT young FROM batch ORDER BY batch DESC LIMIT 1) b, unnest(b.young) r),
-passed AS (
-    SELECT array_agg(high ORDER BY high) AS highs, array_agg(batch ORDER BY high) AS batches
-      FROM (SELECT high, min(batch) AS batch FROM batch GROUP BY high) first),
-reached AS MATERIALIZED (
-    SELECT id, tenant, type,
-           (SELECT batches FROM passed)[
-               width_bucket(id - 1, (SELECT highs FROM passed)) + 1] AS batch
-      FROM outbox WHERE id <= (SELECT max(high) FROM batch) AND id >= {_FIRST_ID}),
-sequenced AS MATERIALIZED (
-    SELECT r.id, r.tenant, r.type, coalesce(late.batch, r.batch) AS batch
-      FROM reached r LEFT JOIN late ON late.id = r.id
-     WHERE NOT EXISTS (SELECT FROM open WHERE open.ids @> r.id)
-       AND (late.id IS NOT NULL OR r.id > (SELECT high FROM kept)))
-"""  # noqa: S608
-
-
 RESTORE_ALL = (
     "restore the whole schema from one backup: a single table does not fit to the rest, and begins "
     "new lanes at best"
 )
 NEW_LANES = "start new lanes: outbox endpoint update NAME --lanes N"
-
-
-@dataclass(frozen=True, slots=True)
-class AuditCheck:
-    """An invariant, and the query that returns its violations."""
-
-    name: str
-    guarantee: str
-    action: str
-    """What to do about a violation."""
-    query: str
-    settings: str = ""
-    """Statements that apply to this query only, such as SET LOCAL."""
 
 
 CHECKS: tuple[AuditCheck, ...] = (
@@ -148,7 +95,7 @@ CHECKS: tuple[AuditCheck, ...] = (
         "each committed event has exactly one delivery per subscribed endpoint",
         "see outbox trace ID; publish an event without a delivery again",
         f"""
-        WITH {_SEQUENCED}, {_SUBSCRIBED}
+        WITH {SEQUENCED}, {_SUBSCRIBED}
         SELECT format('event %s has %s deliveries for endpoint %s', id, sum(actual),
                       (SELECT name FROM endpoint e WHERE e.id = endpoint_id))
           FROM (SELECT q.id, s.endpoint_id, q.batch, true AS expected, 0 AS actual
@@ -161,8 +108,8 @@ CHECKS: tuple[AuditCheck, ...] = (
                 UNION ALL
                 SELECT d.outbox_id, l.endpoint_id, d.batch, false, 1
                   FROM delivery d JOIN lane l ON l.id = d.lane_id
-                 WHERE d.replay_id IS NULL AND d.backfill_id IS NULL
-                   AND d.batch >= {_FIRST_BATCH} AND d.outbox_id >= {_FIRST_ID}) expected_and_actual
+                 WHERE num_nonnulls(d.replay_id, d.backfill_id, d.feed_id) = 0
+                   AND d.batch >= {FIRST_BATCH} AND d.outbox_id >= {FIRST_ID}) expected_and_actual
          GROUP BY id, endpoint_id, batch HAVING bool_or(expected) AND sum(actual) <> 1
         """,  # noqa: S608 (constants only)
     ),
@@ -171,13 +118,13 @@ CHECKS: tuple[AuditCheck, ...] = (
         "each delivery refers to a committed event that its endpoint subscribed to",
         f"{NEW_LANES}; see outbox trace ID",
         f"""
-        WITH {_KEPT}
+        WITH {KEPT}
         SELECT format('lane %s sequence %s: event %s', d.lane_id, d.seq, d.outbox_id)
           FROM delivery d
           JOIN lane l ON l.id = d.lane_id
           LEFT JOIN outbox o ON o.id = d.outbox_id
-         WHERE d.replay_id IS NULL AND d.backfill_id IS NULL
-           AND d.batch >= {_FIRST_BATCH} AND d.outbox_id >= {_FIRST_ID}
+         WHERE num_nonnulls(d.replay_id, d.backfill_id, d.feed_id) = 0
+           AND d.batch >= {FIRST_BATCH} AND d.outbox_id >= {FIRST_ID}
            AND NOT coalesce(EXISTS (
                  SELECT FROM subscription s
                   WHERE s.endpoint_id = l.endpoint_id AND s.from_batch <= d.batch
@@ -197,6 +144,7 @@ CHECKS: tuple[AuditCheck, ...] = (
          GROUP BY d.outbox_id, l.endpoint_id HAVING count(*) > 1
         """,
     ),
+    *FEED_CHECKS,
     # LATERAL with OFFSET 0 forces an index scan per replay: the planner underestimates the rows,
     # and a join would be quadratic.
     AuditCheck(
@@ -204,7 +152,7 @@ CHECKS: tuple[AuditCheck, ...] = (
         "each replayed sequence has exactly one new delivery, of the same event, in order",
         "see outbox dead show ID; replay missing deliveries: outbox dead replay ID",
         f"""
-        WITH {_KEPT}
+        WITH {KEPT}
         SELECT format('replay %s: %s deliveries for %s sequences from %s', r.id, d.n,
                       r.next_seq - x.seq, x.seq)
           FROM replay r
@@ -212,9 +160,12 @@ CHECKS: tuple[AuditCheck, ...] = (
          CROSS JOIN LATERAL (
                SELECT count(*) AS n, count(DISTINCT replay_seq) AS sequences,
                       coalesce(min(replay_seq), r.next_seq) AS first, max(replay_seq) AS last
-                 FROM delivery WHERE replay_id = r.id AND batch >= {_FIRST_BATCH}) d
+                 FROM delivery WHERE replay_id = r.id AND batch >= {FIRST_BATCH}) d
          WHERE d.n <> r.next_seq - d.first OR d.sequences <> d.n OR d.last >= r.next_seq
-            OR NOT CASE {_FIRST_BATCH} WHEN 0 THEN d.first = x.seq ELSE d.first >= x.seq END
+            OR NOT CASE {FIRST_BATCH} WHEN 0 THEN d.first = x.seq OR EXISTS (
+                        SELECT FROM replay former
+                         WHERE former.dead_id = r.dead_id AND former.to_seq + 1 = d.first)
+                    ELSE d.first >= x.seq END
         UNION ALL
         SELECT format('lane %s sequence %s replaces sequence %s of replay %s', d.lane_id, d.seq,
                       d.replay_seq, d.replay_id)
@@ -234,7 +185,7 @@ CHECKS: tuple[AuditCheck, ...] = (
                   AND seq <= d.replay_seq AND seq + {RUN_LENGTH} > d.replay_seq LIMIT 1) was ON true
          WHERE x.its_endpoint IS DISTINCT FROM l.endpoint_id
             OR d.replay_seq <= d.replay_seq_before
-            OR (x.outbox_id IS NOT NULL OR was.outbox_id IS NOT NULL OR {_FIRST_BATCH} = 0)
+            OR (x.outbox_id IS NOT NULL OR was.outbox_id IS NOT NULL OR {FIRST_BATCH} = 0)
                AND (coalesce(x.outbox_id, was.outbox_id) IS DISTINCT FROM d.outbox_id
                     OR coalesce(x.backfill_id, was.backfill_id) IS DISTINCT FROM d.backfill_id)
         """,  # noqa: S608
@@ -244,15 +195,15 @@ CHECKS: tuple[AuditCheck, ...] = (
         "each backfill delivers every covered event exactly once, in order per lane",
         "see outbox replay show JOB; start a new backfill: outbox replay",
         f"""
-        WITH {_KEPT}
+        WITH {KEPT}
         SELECT format('backfill %s: %s deliveries instead of %s', p.job_id, d.n, p.taken)
           FROM replay_job_endpoint p
           JOIN replay_job j ON j.id = p.job_id AND j.kind = 'history'
          CROSS JOIN LATERAL (
                SELECT count(*) AS n FROM delivery
                 WHERE backfill_id = p.job_id AND replay_id IS NULL
-                  AND batch >= {_FIRST_BATCH}) d
-         WHERE d.n > p.taken OR d.n < p.taken AND {_FIRST_BATCH} = 0
+                  AND batch >= {FIRST_BATCH}) d
+         WHERE d.n > p.taken OR d.n < p.taken AND {FIRST_BATCH} = 0
         UNION ALL
         SELECT format('lane %s sequence %s: event %s of backfill %s', d.lane_id, d.seq,
                       d.outbox_id, d.backfill_id)
@@ -276,11 +227,11 @@ CHECKS: tuple[AuditCheck, ...] = (
         "the sequence numbers of each lane are 1, 2, 3, ... without holes",
         f"{NEW_LANES}, or {RESTORE_ALL}",
         f"""
-        WITH {_KEPT},
+        WITH {KEPT},
         run AS (
             SELECT lane_id, seq, seq + {RUN_LENGTH} AS next_seq,
                    lag(seq + {RUN_LENGTH}) OVER (PARTITION BY lane_id ORDER BY seq) AS expected
-              FROM delivery_run WHERE batch >= {_FIRST_BATCH}),
+              FROM delivery_run WHERE batch >= {FIRST_BATCH}),
         numbers AS (
             SELECT lane_id, min(seq) AS seq, max(next_seq) AS next_seq,
                    sum(next_seq - seq) AS deliveries, bool_or(seq <> expected) AS broken
@@ -291,7 +242,7 @@ CHECKS: tuple[AuditCheck, ...] = (
           LEFT JOIN numbers n ON n.lane_id = c.lane_id
          WHERE n.broken OR n.next_seq <> c.last_seq + 1
             OR coalesce(n.seq, c.last_seq + 1)
-               > CASE {_FIRST_BATCH} WHEN 0 THEN 1 ELSE p.acked_seq + 1 END
+               > CASE {FIRST_BATCH} WHEN 0 THEN 1 ELSE p.acked_seq + 1 END
         """,  # noqa: S608 (constants only)
     ),
     AuditCheck(
@@ -303,17 +254,17 @@ CHECKS: tuple[AuditCheck, ...] = (
         # acknowledged, are its dead letters.  Few lanes have some.  The journal has the attempts
         # that a trigger or constraint kept out of the log.
         f"""
-        WITH {_KEPT},
+        WITH {KEPT},
         given AS MATERIALIZED (
             SELECT d.lane_id, d.batch, range_agg(int8range(
                        d.seq, least(d.seq + {RUN_LENGTH}, p.acked_seq + 1))) AS seqs
               FROM lane_progress p
               JOIN delivery_run d ON d.lane_id = p.lane_id AND d.seq <= p.acked_seq
-               AND d.batch >= {_FIRST_BATCH}
+               AND d.batch >= {FIRST_BATCH}
              GROUP BY d.lane_id, d.batch),
         delivered AS MATERIALIZED (
             SELECT lane_id, batch, range_agg(int8range(seq, seq + count)) AS seqs
-              FROM attempt_run WHERE outcome = 'd' AND batch >= {_FIRST_BATCH}
+              FROM attempt_run WHERE outcome = 'd' AND batch >= {FIRST_BATCH}
              GROUP BY lane_id, batch),
         refused AS MATERIALIZED (
             SELECT (data ->> 'lane')::bigint AS lane_id,

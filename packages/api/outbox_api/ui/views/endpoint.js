@@ -10,7 +10,7 @@ import { findBlockers, isBlocked, laneSection } from "../endpoint_lanes.js";
 import { removeEndpoint } from "../endpoint_removal.js";
 import { hasCredentials, isBroker, settingsTab } from "../endpoint_settings.js";
 import { sendTest } from "../endpoint_test.js";
-import { capital, count, time } from "../format.js";
+import { capital, count, duration, plural, time } from "../format.js";
 import { rangedHistory } from "../history.js";
 import { journalList } from "../journal_list.js";
 import { follow } from "../listing.js";
@@ -54,9 +54,18 @@ function actionBar(endpoint, detail, blocked) {
       button("Remove", () => removeEndpoint(endpoint), { kind: "danger" })));
 }
 
-function facts(endpoint, { endpoint: each, health, lanes }) {
+// How far an endpoint is with earlier events, which it gets before new ones.
+function feedLine({ waits, fed, left_max: left, rate_per_s: rate, missing }) {
+  if (waits) return "what was pending when it was disabled goes first";
+  const time = rate && left ? `, in about ${duration(left / rate)}` : "";
+  return h("span", null, `${plural(fed, "delivery", "deliveries")} so far`, left === null ? "" : `; at most ${plural(left, "event")} left${time}`,
+    missing ? h("span", { class: "bad" }, `; ${plural(missing, "event is", "events are")} missing`) : null);
+}
+
+function facts(endpoint, { endpoint: each, health, lanes, feed }) {
   const last = health.last_response ?? lanes.find((lane) => lane.attempts)?.last_response;
   return definitionList([
+    feed && ["Catching up", feedLine(feed)],
     ["Pending", count(each.pending)],
     ["Dead letters", each.dead_letters ? h("a", { class: "bad", href: link("dead-letters", [], { endpoint }) }, count(each.dead_letters)) : "0"],
     each.state === "active" ? (each.failing_since ? ["Failing since", when(each.failing_since)] : [capital(`${health.state} since`), when(health.since)])

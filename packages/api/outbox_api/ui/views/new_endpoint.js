@@ -13,6 +13,7 @@ async function create(form) {
   form.showProblem(null);
   const body = form.changes();
   if (form.ed25519()) body.ed25519 = true;
+  if (form.from()) body.from = form.from();
   let made;
   try {
     made = await post("/v1/endpoints", body);
@@ -34,7 +35,7 @@ async function create(form) {
   if (!form.isBroker()) await showSecret(made.name, made.secret);
   navigate(link("endpoint", [made.name]), () => (failure
     ? notice(`${made.name} was created without its credentials. ${failure}`, "bad")
-    : notice(`${made.name} was created. It receives new events. ${warnings}`.trim(), warnings ? "bad" : "good")));
+    : notice(`${made.name} was created. ${body.from ? "It first gets earlier events." : "It receives new events."} ${warnings}`.trim(), warnings ? "bad" : "good")));
 }
 
 export function view(place) {

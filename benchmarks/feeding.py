@@ -1,0 +1,196 @@
+"""Endpoints that begin at an earlier place: what feeding them costs the events of others.
+
+The past is written without a relay: events, and the batches that sequenced them. The live events go
+to another endpoint; their latency is defined as in `benchmarks.latency`. What is fed goes to a
+receiver of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+from benchmarks.commits import MAKE_ACCOUNTS
+from benchmarks.figures import Rounds, Row, Samples, Target, percentile
+from benchmarks.latency import NS_PER_MS, WARM_UP, produce
+from benchmarks.stage import add_endpoint, child, search, until
+from outbox.core.model.endpoint_settings import EndpointSettings
+from outbox.core.model.start import BEGINNING
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import states as endpoint_states
+from tests.support.postgres import SCHEMA
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from benchmarks.stage import Stage
+    from tests.support.postgres import Database
+
+PAST, QUICK_PAST = 1_000_000, 60_000
+PER_BATCH = 50
+PER_S = 150
+SECONDS, QUICK_SECONDS = 15.0, 4.0
+LANES = 8
+FEEDS = (1, 8)
+FED_PER_S_MIN, IDLE_PER_S_MIN = 2_000, 30_000
+ARRIVALS_PER_S, ARRIVAL_SECONDS = 2_000, 10.0
+SHARES = {"p50": (0.5, Target("at most", 1.1)), "p99": (0.99, Target("at most", 1.3))}
+
+INSERT_PAST = """
+INSERT INTO outbox (type, key, payload)
+SELECT 'past.event', 'k' || n % 500, jsonb_build_object('n', 'past' || n)
+  FROM generate_series(1, $1::int) n
+"""
+# Timelines and lanes are those of a relay that has sequenced all of it.
+INSERT_BATCHES = """
+INSERT INTO batch (batch, high, events, at)
+SELECT n, n * $2::bigint, $2, clock_timestamp() - interval '1 day'
+  FROM generate_series(1, $1::bigint / $2) n
+"""
+FED = "SELECT coalesce(sum(fed), 0)::bigint FROM feed"
+ARRIVED = "SELECT NOT EXISTS (SELECT FROM feed WHERE ended_at IS NULL)"
+
+
+async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
+    """Run everything, live events with and without feeds alternating."""
+    past = QUICK_PAST if quick else PAST
+    seconds = QUICK_SECONDS if quick else SECONDS
+    rows = []
+    for feeds in FEEDS:
+        rows += await beside(stage, rounds, past, seconds, feeds)
+    idle, arrivals = Rounds(), Rounds()
+    for number in range(rounds):
+        idle.add("fed", await idle_rate(stage, past))
+        arrivals.add("seconds", await arrival(stage))
+        stage.say(
+            f"feeding, round {number + 1} of {rounds}: {idle.values['fed'][-1]:,.0f} per s while "
+            f"nothing is live; arrived after {arrivals.values['seconds'][-1]:.1f} s"
+        )
+    rows += [
+        _bounded("deliveries fed while nothing is live", "/s", idle.samples_of("fed"),
+                 "at least", IDLE_PER_S_MIN),
+        _bounded(f"arrival beside {ARRIVALS_PER_S:,} events/s", "s",
+                 arrivals.samples_of("seconds"), "at most", ARRIVAL_SECONDS),
+    ]  # fmt: skip
+    return rows
+
+
+def _bounded(
+    name: str, unit: str, found: Samples, bound: Literal["at least", "at most"], value: float
+) -> Row:
+    """A figure with a bound of its own."""
+    fixed = Samples((value,) * len(found.values))
+    return Row(
+        "feeding", name, unit, found, f"{bound} {value:,.0f}", fixed, target=Target(bound, 1.0)
+    )
+
+
+async def beside(stage: Stage, rounds: int, past: int, seconds: float, feeds: int) -> list[Row]:
+    """Live events of one endpoint beside feeds of others, and without them."""
+    with_it, without, rate = Rounds(), Rounds(), Rounds()
+    for number in range(rounds):
+        async with (
+            stage.server.database() as database,
+            search(database) as db,
+            child("receiver") as fed_receiver,
+        ):
+            url = f"http://127.0.0.1:{(await fed_receiver.response())['http']}/"
+            await write_past(db, past)
+            await add_endpoint(db, stage.urls["http"], lanes=LANES, types=("order.**",))
+            async with stage.relay(database):
+                alone_ms = await _live(stage, database, seconds)
+                await begin(db, url, feeds)
+                before, began_at = await db.fetchval(FED), time.monotonic()
+                beside_ms = await _live(stage, database, seconds)
+                fed = await db.fetchval(FED) - before
+                rate.add("fed", fed / (time.monotonic() - began_at))
+        for name, (share, _) in SHARES.items():
+            with_it.add(name, percentile(beside_ms, share))
+            without.add(name, percentile(alone_ms, share))
+        stage.say(
+            f"feeding {feeds}, round {number + 1} of {rounds}: {rate.values['fed'][-1]:,.0f} per "
+            f"s; p50 {with_it.values['p50'][-1]:.2f} ms beside it and "
+            f"{without.values['p50'][-1]:.2f} ms without, p99 {with_it.values['p99'][-1]:.2f} "
+            f"and {without.values['p99'][-1]:.2f} ms"
+        )
+    what = "a feed" if feeds == 1 else f"{feeds} feeds"
+    return [
+        *(
+            Row(
+                "feeding",
+                f"{PER_S} live events/s beside {what}, {name}",
+                "ms",
+                with_it.samples_of(name),
+                "without a feed",
+                without.samples_of(name),
+                target=target,
+            )
+            for name, (_, target) in SHARES.items()
+        ),
+        _bounded(
+            f"deliveries fed by {what} meanwhile", "/s", rate.samples_of("fed"), "at least",
+            FED_PER_S_MIN,
+        ),
+    ]  # fmt: skip
+
+
+async def idle_rate(stage: Stage, past: int) -> float:
+    """Return the deliveries that are fed per second to paused endpoints, up to their bound."""
+    async with stage.server.database() as database, search(database) as db:
+        await write_past(db, past)
+        names = await begin(db, stage.urls["http"], max(FEEDS))
+        await endpoint_states.pause_endpoints(db, SCHEMA, names, actor="bench")
+        bound = max(FEEDS) * 10_000
+        async with stage.relay(database) as relay:
+            await until(db, f"SELECT ({FED}) > 1000", relay)
+            before, began_at = await db.fetchval(FED), time.monotonic()
+            await until(db, f"SELECT ({FED}) > {bound // 2}", relay)
+            fed = await db.fetchval(FED) - before
+            return float(fed / (time.monotonic() - began_at))
+
+
+async def arrival(stage: Stage) -> float:
+    """Return after how many seconds an endpoint subscribes, beside live events that match."""
+    async with stage.server.database() as database, search(database) as db:
+        await write_past(db, QUICK_PAST // 3)
+        await add_endpoint(db, stage.urls["http"], lanes=LANES, types=("none",))
+        stage.expect(0)
+        async with stage.relay(database) as relay:
+            began_at = time.monotonic()
+            await begin(db, stage.urls["http"], 1, types=("**",))
+            events = int(ARRIVALS_PER_S * ARRIVAL_SECONDS)
+            await produce(database, "event", ARRIVALS_PER_S, events)
+            await until(db, ARRIVED, relay)
+            ended = "SELECT extract(epoch FROM max(ended_at) - max(began_at))::float8 FROM feed"
+            took_s: float = await db.fetchval(ended)
+            assert took_s < time.monotonic() - began_at + 1
+            return took_s
+
+
+async def write_past(db: Connection[Any], events: int) -> None:
+    """Write events, and the batches that sequenced them."""
+    await db.execute(MAKE_ACCOUNTS)
+    await db.execute(INSERT_PAST, events)
+    await db.execute(INSERT_BATCHES, events, PER_BATCH)
+    await db.execute("ANALYZE")
+
+
+async def begin(
+    db: Connection[Any], url: str, feeds: int, types: tuple[str, ...] = ("past.*",)
+) -> list[str]:
+    """Add endpoints that begin at the oldest event, and return their names."""
+    names = [f"search-{n}" for n in range(feeds)]
+    for name in names:
+        settings = EndpointSettings(name=name, url=url, lanes=LANES, types=types)
+        await endpoint_changes.add_endpoint(db, SCHEMA, settings, actor="bench", start=BEGINNING)
+    return names
+
+
+async def _live(stage: Stage, database: Database, seconds: float) -> list[float]:
+    """Return the milliseconds from COMMIT to the receiver of every live event after the warm-up."""
+    events = int(PER_S * seconds)
+    stage.expect(events, keep=True)
+    made = await produce(database, "event", PER_S, events)
+    arrived = (await stage.receiver.response())["arrived"]
+    warm = [str(n) for n in range(int(events * WARM_UP), events)]
+    return [(arrived[n] - made["sent_at"][n]) / NS_PER_MS for n in warm]

@@ -1,0 +1,1 @@
+"""Feeds of endpoints: where they begin, and how far they are."""
