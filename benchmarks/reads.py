@@ -20,9 +20,9 @@ from outbox.operations.deliveries.model import DeliveryFilter, DeliveryPosition,
 from outbox.operations.deliveries.queries import list_deliveries
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.rows import ID_MAX
-from outbox.operations.trace.queries import trace_delivery, trace_events
 from outbox.store.delivery.lanes import READ_ACKNOWLEDGED
 from outbox.store.retention.partitions import PartitionStore
+from outbox_doctor.trace.queries import trace_delivery, trace_events
 from tests.support.postgres import SCHEMA
 
 if TYPE_CHECKING:

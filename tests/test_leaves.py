@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 LEAVES = {each.distribution: each for each in (ADOPT, API, DEVTOOLS, DOCTOR)}
+DOCTOR_COMMANDS = ("rekey", "trace", "doctor", "alerts", "verify", "resequence")
 VERSIONS = {
     None: "is not installed",
     "0.0.9": f"has version 0.0.9, outbox-relay {__version__}",
@@ -84,13 +85,13 @@ def test_a_leaf_is_loaded(leaf: Leaf, module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "listen", "conform", "prove", "adopt", "doctor", "verify"]
+    "command", ["demo", "listen", "conform", "prove", "adopt", *DOCTOR_COMMANDS]
 )
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_command_names_the_leaf_that_it_needs(
     outbox: Command, monkeypatch: pytest.MonkeyPatch, command: str, version: str | None
 ) -> None:
-    leaf = {"adopt": ADOPT, "doctor": DOCTOR, "verify": DOCTOR}.get(command, DEVTOOLS)
+    leaf = {"adopt": ADOPT, **dict.fromkeys(DOCTOR_COMMANDS, DOCTOR)}.get(command, DEVTOOLS)
     pretend(monkeypatch, version)
     for arguments in ([command], [command, "--help"]):
         result = outbox(*arguments)
@@ -142,5 +143,6 @@ def test_help_lists_all_commands_without_the_leaves(
     result = outbox("--help")
     assert result.code == 0
     assert all(
-        f"  {name} " in result.out for name in ("demo", "listen", "adopt", "doctor", "relay")
+        f"  {name} " in result.out
+        for name in ("demo", "listen", "adopt", *DOCTOR_COMMANDS, "relay")
     )

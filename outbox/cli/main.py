@@ -80,7 +80,7 @@ COMMANDS = (
     CommandEntry("apply", "Apply endpoints from a declaration file.", _SET_UP),
     CommandEntry("adopt", "Move in from another outbox table, step by step.", _SET_UP, ADOPT),
     CommandEntry(
-        "rekey", "Encrypt secrets in the database, or rotate the encryption key.", _SET_UP
+        "rekey", "Encrypt secrets in the database, or rotate the encryption key.", _SET_UP, DOCTOR
     ),
     CommandEntry("token", "Add, list and revoke tokens of the HTTP API.", _SET_UP),
     CommandEntry("quota", "Limit what each tenant may have.", _SET_UP),
@@ -96,11 +96,13 @@ COMMANDS = (
     ),
     CommandEntry("status", "Show relays, pending deliveries and failing endpoints.", _INSPECT),
     CommandEntry("deliveries", "List what an endpoint got, and what failed.", _INSPECT),
-    CommandEntry("trace", "Trace an event, and explain why it is not delivered.", _INSPECT),
+    CommandEntry("trace", "Trace an event, and explain why it is not delivered.", _INSPECT, DOCTOR),
     CommandEntry(
         "doctor", "Check the configuration and health, and suggest fixes.", _INSPECT, DOCTOR
     ),
-    CommandEntry("alerts", "Print Prometheus alert rules or a Grafana dashboard.", _INSPECT),
+    CommandEntry(
+        "alerts", "Print Prometheus alert rules or a Grafana dashboard.", _INSPECT, DOCTOR
+    ),
     CommandEntry("dead", "List, count, show, replay and discard dead letters.", _INSPECT),
     CommandEntry("replay", "Replay past events to an endpoint; list and abort replays.", _INSPECT),
     CommandEntry("journal", "List changes, with the user, token or relay of each.", _INSPECT),
@@ -112,7 +114,7 @@ COMMANDS = (
     CommandEntry(
         "verify", "Check the tables for lost, duplicate or misordered events.", _INSPECT, DOCTOR
     ),
-    CommandEntry("resequence", "Sequence committed events that were skipped.", _INSPECT),
+    CommandEntry("resequence", "Sequence committed events that were skipped.", _INSPECT, DOCTOR),
 )
 
 

@@ -1,13 +1,13 @@
-"""Requests that deliver an event to an endpoint: as they would be sent now, and as they were sent.
+"""The request that delivers an event to an endpoint, as it would be sent now.
 
-Nothing is sent, and no request is stored.
+Nothing is sent.
 """
 
 from __future__ import annotations
 
 from base64 import b64encode
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from outbox.core.brokers.message import messages_of
 from outbox.core.messages import signed_metadata
@@ -16,40 +16,21 @@ from outbox.core.messages.message import encode_body
 from outbox.core.messages.signature import SIGNATURE_HEADER
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.destination import is_stream
-from outbox.core.model.headers import EndpointHeaders, parse_lines
+from outbox.core.model.headers import parse_lines
 from outbox.core.model.ids import lane_name
-from outbox.core.model.message_format import MessageFormat
-from outbox.core.model.response import UNREACHABLE_FAILURES
 from outbox.errors import Conflict, NotFound
 from outbox.operations.events import queries as events
+from outbox.operations.events.deliveries import READ_DELIVERIES, find_batch
 from outbox.operations.lane_history import READ_PREVIOUS
-from outbox.operations.rows import parse_json
-from outbox.operations.trace.model import RebuiltRequest
-from outbox.operations.trace.queries import (
-    NO_BATCH,
-    READ_DELIVERIES,
-    READ_SEQUENCED,
-    trace_events,
-)
 from outbox.store.connection.connect import map_errors
-from outbox.store.delivery.endpoints import find_endpoint, read_endpoints
+from outbox.store.delivery.endpoints import find_endpoint
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 from outbox.store.sql.expressions import PAYLOAD_BYTES, epoch_s
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from datetime import datetime
-
     from asyncpg import Connection, Record
 
     from outbox.core.delivery.endpoint import Endpoint
-    from outbox.core.model.message_format import FormatName
-    from outbox.operations.trace.model import (
-        EventTrace,
-        TracedAttempt,
-        TracedDelivery,
-        TraceReport,
-    )
     from outbox.store.connection.secrets import Vault
 
 # What a delivery takes from its event.
@@ -70,18 +51,8 @@ SELECT l.generation < e.generation AND c.last_seq = $2 AS ends
  WHERE l.id = $1
 """
 
-# The values that an endpoint's settings had before each change since a time, the last change first.
-READ_FORMER_SETTINGS = """
-SELECT (SELECT jsonb_object_agg(key, value -> 0) FROM jsonb_each(data -> 'changes')) AS former
-  FROM journal
- WHERE endpoint_id = $1 AND kind = 'endpoint_updated' AND at > $2
- ORDER BY id DESC
-"""
-
 MASKED = "***"
-REBUILT_MAX = 20
-"""Deliveries of a trace whose requests are rebuilt, the last ones: each takes several reads."""
-_SIGNATURES = {SIGNATURE_HEADER, signed_metadata.SIGNATURE_HEADER}
+SIGNATURE_HEADERS = {SIGNATURE_HEADER, signed_metadata.SIGNATURE_HEADER}
 """A signature would let its reader send the request."""
 
 
@@ -105,8 +76,8 @@ class RequestPreview:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """What a delivery has besides its event."""
+class DeliveryPlace:
+    """The lane and the numbers of a delivery."""
 
     lane: str
     sequence: int = 1
@@ -153,125 +124,17 @@ async def preview_request(
             if event["erased_at"] is not None:
                 raise Conflict(f"event {event['event_id']} was erased")
             found = await _find_delivery(connection, endpoint, event["id"])
-    place = found or _Place(lane_name(endpoint.id, 1, 0))
+    place = found or DeliveryPlace(lane_name(endpoint.id, 1, 0))
     return RequestPreview(
         endpoint=endpoint.name,
         event_id=str(event["event_id"]),
         is_sequenced=found is not None,
-        **_build(endpoint, event, place, 1, now),
+        **build_request(endpoint, event, place, 1, now),
     )
 
 
-async def add_requests(
-    connection: Connection[Any], schema: str, trace: EventTrace, *, vault: Vault
-) -> EventTrace:
-    """Add the last request of each traced delivery, as it is built from the event and from the
-    settings that the endpoint had then.
-
-    Settings follow from the journal.  A relay applies a change within a second, so a request of
-    that second may have been another one.
-    """
-    outbox_id = trace.event.outbox_id
-    with map_errors(schema):
-        async with connection.transaction(isolation="repeatable_read", readonly=True):
-            await connection.execute(PLAN_BY_INDEX)
-            event = await connection.fetchrow(READ_CONTENT, outbox_id)
-            if event is None or event["erased_at"] is not None:
-                return trace
-            ids = {each.endpoint_id for each in trace.deliveries}
-            endpoints = {each.id: each for each in await read_endpoints(connection, ids, vault)}
-            rows = await connection.fetch(
-                READ_DELIVERIES, outbox_id, await _find_batch(connection, outbox_id), list(ids)
-            )
-            places = {(row["lane"], row["sequence"]): row for row in rows}
-            deliveries: list[TracedDelivery] = []
-            for n, each in enumerate(reversed(trace.deliveries)):
-                row, endpoint = places.get((each.lane, each.sequence)), endpoints[each.endpoint_id]
-                last = _last_sent(each, endpoint)
-                if n < REBUILT_MAX and last and row is not None and endpoint.problem is None:
-                    each = replace(
-                        each, request=await _rebuild(connection, endpoint, event, row, last)
-                    )
-                deliveries.append(each)
-    return replace(trace, deliveries=tuple(reversed(deliveries)))
-
-
-async def _rebuild(
-    connection: Connection[Any], endpoint: Endpoint, event: Record, row: Record, sent: TracedAttempt
-) -> RebuiltRequest:
-    """The request of an attempt.
-
-    Args:
-        row: its delivery, of `READ_DELIVERIES`.
-    """
-    former = await _former_settings(connection, endpoint, sent.started_at)
-    place = await _place(connection, row)
-    if "lanes" in former:
-        # It was not known then that the lane would end.
-        place = replace(place, ends=False)
-    at = sent.started_at.timestamp()
-    built = _build(_as_of(endpoint, former), event, place, sent.attempt, at)
-    built["headers"] = tuple(
-        pair for pair in built["headers"] if pair[0].lower() not in _SIGNATURES
-    )
-    return RebuiltRequest(sent.attempt, **built)
-
-
-def _last_sent(delivery: TracedDelivery, endpoint: Endpoint) -> TracedAttempt | None:
-    """The last attempt, if a request was sent; a broker's may have failed before anything was."""
-    last = delivery.attempts[-1] if delivery.attempts else None
-    if last is None or (is_stream(endpoint.url) and last.outcome != "delivered"):
-        return None
-    return None if (last.response or {}).get("failure") in UNREACHABLE_FAILURES else last
-
-
-async def trace_with_requests(
-    connection: Connection[Any], schema: str, /, text: str, *, vault: Vault | None, **options: Any
-) -> TraceReport:
-    """Trace events, with the requests of their deliveries if there is a vault; see
-    `outbox.operations.trace.queries.trace_events`.
-    """
-    report = await trace_events(connection, schema, text, **options)
-    if vault is None:
-        return report
-    events = [await add_requests(connection, schema, each, vault=vault) for each in report.events]
-    return replace(report, events=events)
-
-
-async def _former_settings(
-    connection: Connection[Any], endpoint: Endpoint, at: datetime
-) -> dict[str, str]:
-    """The settings that were changed since, as they were."""
-    former: dict[str, str] = {}
-    for row in await connection.fetch(READ_FORMER_SETTINGS, endpoint.id, at):
-        former |= parse_json(row["former"]) or {}
-    return former
-
-
-def _as_of(endpoint: Endpoint, former: Mapping[str, str]) -> Endpoint:
-    """The endpoint with former settings that say how a request looks."""
-    own = endpoint.headers.own
-    if (names := former.get("headers")) is not None:
-        own = () if names == "none" else tuple((each, MASKED) for each in names.split())
-    batch_max = endpoint.batch_max
-    if (limit := former.get("batch_max")) is not None:
-        batch_max = int(limit) if limit.isdecimal() else None
-    prefix = former.get("header_prefix", endpoint.headers.prefix)
-    name, source = endpoint.message_format
-    changed: dict[str, Any] = {each: former[each] for each in ("method", "url") if each in former}
-    return replace(
-        endpoint,
-        **changed,
-        batch_max=batch_max,
-        headers=EndpointHeaders(own, prefix),
-        message_format=MessageFormat(
-            cast("FormatName", former.get("format", name)), former.get("source", source)
-        ),
-    )
-
-
-def _build(
-    endpoint: Endpoint, event: Record, place: _Place, attempt: int, at: float
+def build_request(
+    endpoint: Endpoint, event: Record, place: DeliveryPlace, attempt: int, at: float
 ) -> dict[str, Any]:
     """Method, URL, headers and body of a request.
 
@@ -312,7 +175,7 @@ def _build(
             lane_ends=place.ends,
             in_array=endpoint.batch_max is not None,
         )
-        masked |= _SIGNATURES
+        masked |= SIGNATURE_HEADERS
         lines = prepared.attempt(attempt, int(at), endpoint.secrets_at(at))
         method, headers = endpoint.method, tuple(parse_lines(lines))
         body = encode_body(prepared, delivery)
@@ -328,22 +191,17 @@ def _build(
 
 async def _find_delivery(
     connection: Connection[Any], endpoint: Endpoint, outbox_id: int
-) -> _Place | None:
+) -> DeliveryPlace | None:
     """The newest delivery of an event, also a replay or of a backfill."""
-    batch = await _find_batch(connection, outbox_id)
+    batch = await find_batch(connection, outbox_id)
     rows = await connection.fetch(READ_DELIVERIES, outbox_id, batch, [endpoint.id])
-    return await _place(connection, rows[-1]) if rows else None
+    return await read_place(connection, rows[-1]) if rows else None
 
 
-async def _find_batch(connection: Connection[Any], outbox_id: int) -> int:
-    sequenced = await connection.fetchrow(READ_SEQUENCED, outbox_id)
-    return NO_BATCH if sequenced is None else sequenced["batch"]
-
-
-async def _place(connection: Connection[Any], row: Record) -> _Place:
+async def read_place(connection: Connection[Any], row: Record) -> DeliveryPlace:
     """The place of a row of `READ_DELIVERIES`."""
     lane_id, sequence, was_lane = row["lane_id"], row["sequence"], row["was_lane"]
-    return _Place(
+    return DeliveryPlace(
         lane=row["lane"],
         sequence=sequence,
         previous=await connection.fetchval(READ_PREVIOUS, lane_id, sequence),

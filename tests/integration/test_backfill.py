@@ -18,8 +18,8 @@ from outbox.operations.endpoints import states as endpoint_states
 from outbox.operations.events import queries as events
 from outbox.operations.replays import backfill
 from outbox.operations.replays import jobs as replay_jobs
-from outbox.operations.trace import queries as trace
 from outbox.relay.sequencing.cursor import BatchResult
+from outbox_doctor.trace import queries as trace
 from tests.support import ranges
 from tests.support.relay import (
     OK,

@@ -16,9 +16,9 @@ from outbox.operations.events import erase
 from outbox.operations.events.erase import ErasureTarget
 from outbox.operations.preview import preview_request
 from outbox.operations.replays import backfill
-from outbox.operations.trace import queries as trace
 from outbox.receiver import FetchClient, verify
 from outbox.store.connection.secrets import CLEAR
+from outbox_doctor.trace import queries as trace
 from outbox_doctor.verify.audit import run_checks
 from tests.support.receivers_listener import listening, token_of
 from tests.support.relay import (

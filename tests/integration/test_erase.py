@@ -16,9 +16,9 @@ from outbox.operations.dead_letters import replay as replays
 from outbox.operations.events import erase
 from outbox.operations.events.erase import ErasureTarget
 from outbox.operations.replays import backfill
-from outbox.operations.trace import queries as trace
 from outbox.store.retention.partitions import PartitionStore
 from outbox.store.retention.periods import RetentionStore
+from outbox_doctor.trace import queries as trace
 from tests.integration.test_retention import Maintainer, checkpointed
 from tests.support.relay import (
     BUSY,

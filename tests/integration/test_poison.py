@@ -12,7 +12,7 @@ from outbox.core.model.response import AttemptResult
 from outbox.operations.deliveries.queries import list_deliveries
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.status import read_overview
-from outbox.operations.trace.queries import trace_events
+from outbox_doctor.trace.queries import trace_events
 from tests.support.relay import OK, RAISED, Network, add_endpoint, fetchval, publish, running
 from tests.support.waiting import until
 

@@ -24,7 +24,6 @@ from outbox.operations.dead_letters import replay as replays
 from outbox.operations.endpoints import states as endpoint_states
 from outbox.operations.replays import backfill
 from outbox.operations.replays import jobs as replay_jobs
-from outbox.operations.trace import queries as trace
 from outbox.relay import maintenance
 from outbox.relay.cluster import connections
 from outbox.relay.delivery import recorder
@@ -34,6 +33,7 @@ from outbox.store.retention import periods as retention
 from outbox.store.retention.partitions import MAINTENANCE_LEASE_S, PARENTS, PartitionStore
 from outbox.store.retention.periods import RetentionStore
 from outbox.store.sequencing.batches import SequencingStore
+from outbox_doctor.trace import queries as trace
 from tests.support import doctor, ranges
 from tests.support.observed import observe
 from tests.support.relay import (

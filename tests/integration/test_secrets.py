@@ -19,7 +19,6 @@ from outbox.destinations.http.transport import HttpTransport
 from outbox.network.egress import EgressPolicy
 from outbox.network.tls import check_identity
 from outbox.operations.endpoints import changes as endpoint_changes
-from outbox.operations.endpoints import rotate_key
 from outbox.operations.endpoints import secrets as endpoint_secrets
 from outbox.operations.endpoints.certificate import set_identity
 from outbox.operations.endpoints.removal import remove_endpoint
@@ -29,6 +28,7 @@ from outbox.store.delivery.altered_secrets import journal_altered_secrets
 from outbox.store.delivery.endpoints import read_endpoints
 from outbox_api.problem import KEY_MISSING
 from outbox_doctor.check import Severity
+from outbox_doctor.maintenance import rotate_key
 from tests.support.api import make_token, serving
 from tests.support.doctor import PATH, findings_of, the_one
 from tests.support.relay import (

@@ -23,8 +23,8 @@ from outbox.operations.deliveries.model import (
 from outbox.operations.deliveries.queries import list_deliveries
 from outbox.operations.deliveries.statements import WALK_DELIVERIES, WALK_FAILURES
 from outbox.operations.events.queries import search_events
-from outbox.operations.trace.queries import trace_delivery
 from outbox.store.retention.erasure import PLAN_BY_INDEX
+from outbox_doctor.trace.queries import trace_delivery
 from tests.support.delivery_log import Logged, any_filter, at, becomes, write_log
 from tests.support.plans import explain
 from tests.support.ranges import sequence_all

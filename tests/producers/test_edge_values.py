@@ -13,9 +13,9 @@ from outbox.operations.dead_letters import queries as dead_letters
 from outbox.operations.events import erase
 from outbox.operations.events import queries as events
 from outbox.operations.rows import encode_other
-from outbox.operations.trace import queries as trace
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
+from outbox_doctor.trace import queries as trace
 from tests.core.test_marks import ATTACKS
 from tests.support.api import make_token, serving
 from tests.support.old_rows import DEEP, NUMBER, OLD_ROWS, Refusing, insert_old_rows

@@ -16,7 +16,6 @@ from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.errors import CannotRun, Conflict
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.endpoints import queries as endpoints
-from outbox.operations.endpoints import rotate_key
 from outbox.operations.endpoints import secrets as endpoint_secrets
 from outbox.operations.endpoints.apply import apply_file
 from outbox.store.cluster.replicas import ReplicaStore
@@ -29,6 +28,7 @@ from outbox.store.connection.secrets import (
     Vault,
 )
 from outbox.store.delivery.endpoints import find_endpoint, read_endpoints
+from outbox_doctor.maintenance import rotate_key
 from tests.support.relay import register
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ import orjson
 import pytest
 
 from outbox.errors import CannotRun
-from outbox.operations.events import resequence as module
-from outbox.operations.events.resequence import Resequenced, resequence
 from outbox.relay import maintenance
 from outbox.store import change
 from outbox.store.connection.store_connection import StoreConnection
 from outbox.store.sequencing import skipped_events
 from outbox.store.sequencing.skipped_events import SkippedEvents, SkippedEventStore
 from outbox_doctor.check import Severity
+from outbox_doctor.maintenance import resequence as module
+from outbox_doctor.maintenance.resequence import Resequenced, resequence
 from tests.support.doctor import findings_of, the_one
 from tests.support.plans import explain
 from tests.support.relay import (

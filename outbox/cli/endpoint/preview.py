@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from base64 import b64decode
 from typing import TYPE_CHECKING
 
 import click
@@ -11,36 +10,19 @@ import click
 from outbox.cli.common import print_result, run_operation, warn
 from outbox.cli.endpoint.group import command
 from outbox.cli.output import echo
-from outbox.core.model.text import count
+from outbox.cli.request_text import request_lines
 from outbox.operations.preview import preview_request
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.operations.preview import RequestPreview
-    from outbox.operations.trace.model import RebuiltRequest
-
-
-def request_lines(request: RequestPreview | RebuiltRequest) -> list[str]:
-    """A request as text."""
-    headers = [f"{name}: {value}" for name, value in request.headers]
-    return [f"{request.method} {request.url}", *headers, "", *_body(request).split("\n")]
 
 
 def _show(preview: RequestPreview) -> None:
     echo(*request_lines(preview))
     if not preview.is_sequenced:
         warn("the event has no delivery to this endpoint; lane and numbers are examples")
-
-
-def _body(request: RequestPreview | RebuiltRequest) -> str:
-    if request.body is not None:
-        return request.body
-    body = b64decode(request.body_base64 or "")
-    try:
-        return body.decode()
-    except UnicodeDecodeError:
-        return f"({count(len(body), 'byte')} that are not text; see body_base64 with --json)"
 
 
 @command.command(

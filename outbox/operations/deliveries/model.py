@@ -7,7 +7,7 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as BinasciiError
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from outbox.core.model import pattern
 from outbox.errors import UsageError
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.operations.criteria import When
-    from outbox.operations.trace.model import DeliveryState
 
 OUTCOMES = ("pending", "delivered", "dead", *REASONS)
 """What `DeliveryFilter.outcome` selects: `dead` is a dead letter of any reason, whatever became of
 it; the others are its reasons."""
+DeliveryState: TypeAlias = Literal[
+    "delivered", "pending", "dead", "replaying", "replayed", "dead_again", "discarded"
+]
+"""State of a delivery.  A replayed dead letter is `replaying` while any of its new
+deliveries is pending, then `replayed` or `dead_again`; each new delivery has its own state."""
 _KEY = struct.Struct(">4q")
 
 

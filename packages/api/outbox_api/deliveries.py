@@ -16,15 +16,15 @@ from outbox.operations.deliveries.model import (
     RemovedLog,
     StatusRange,
 )
-from outbox.operations.preview import add_requests
-from outbox.operations.trace import queries as trace
-from outbox.operations.trace.model import EventTrace
 from outbox_api import route, tenancy
 from outbox_api.endpoint_credentials import NAME, vault_of
 from outbox_api.field_types import Name, Text
 from outbox_api.redaction import redactor_for
 from outbox_api.request_parsing import Paging, TimeOrAge
 from outbox_api.route import Call, NoQuery, Page, PageOf, ResponseModel, TenantAccess, TypePatterns
+from outbox_doctor.trace import queries as trace
+from outbox_doctor.trace.model import EventTrace
+from outbox_doctor.trace.rebuilt_requests import add_requests
 
 DELIVERIES_MAX = 1000
 STATUS_PATTERN = "^[1-5]([0-9][0-9]|xx)$"

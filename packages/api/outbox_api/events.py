@@ -22,8 +22,6 @@ from outbox.operations.events import queries as events
 from outbox.operations.events.queries import EventRow
 from outbox.operations.pages import PAGE_BYTES_MAX
 from outbox.operations.rows import ID_MAX
-from outbox.operations.trace import queries as trace
-from outbox.operations.trace.model import TraceReport
 from outbox.producers.event import Event, encode_events, numbered
 from outbox.producers.publishing import publish_encoded
 from outbox.producers.tracing import traced
@@ -47,6 +45,8 @@ from outbox_api.route import (
     at_most,
     id_cursor,
 )
+from outbox_doctor.trace import queries as trace
+from outbox_doctor.trace.model import TraceReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

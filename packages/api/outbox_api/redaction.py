@@ -29,7 +29,7 @@ from outbox.core.model.stored_response import (
 )
 from outbox.operations import tenancy
 from outbox.operations.endpoints.queries import NOT_SHOWN
-from outbox.operations.trace.diagnosis import add_diagnosis
+from outbox_doctor.trace.diagnosis import add_diagnosis
 
 if TYPE_CHECKING:
     from collections.abc import Set
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from outbox.operations.replays.jobs import ReplayJob
     from outbox.operations.schedules.queries import ListedSchedule
     from outbox.operations.status import Overview
-    from outbox.operations.trace.model import EventTrace, TracedAttempt, TracedDelivery
     from outbox_api.route import Call
+    from outbox_doctor.trace.model import EventTrace, TracedAttempt, TracedDelivery
 
 S = TypeVar("S", bound="ListedSchedule")
 D = TypeVar("D", bound="DeadLetterRow")

@@ -18,8 +18,8 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from outbox.core.model.api_token import Scope
 from outbox.core.model.setting import Section
+from outbox.operations.deliveries.model import DeliveryState
 from outbox.operations.events.future import FutureEvent
-from outbox.operations.trace.model import DeliveryState
 
 if TYPE_CHECKING:
     from pydantic.json_schema import JsonSchemaMode

@@ -11,7 +11,6 @@ from pydantic import Field
 from outbox.operations import status
 from outbox.operations.endpoints import statuses
 from outbox.operations.endpoints.statuses import EndpointStatuses
-from outbox.operations.events.resequence import Resequenced, resequence
 from outbox.operations.status import Overview, ReplicaStatus
 from outbox_api import route
 from outbox_api.limits import LIMIT, LIMIT_MAX
@@ -25,6 +24,7 @@ from outbox_api.route import (
 )
 from outbox_doctor.check import DoctorContext, DoctorReport
 from outbox_doctor.examination import examine
+from outbox_doctor.maintenance.resequence import Resequenced, resequence
 from outbox_doctor.verify.audit import VerifyReport, run_audit
 
 if TYPE_CHECKING:

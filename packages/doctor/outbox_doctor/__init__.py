@@ -1,1 +1,5 @@
-"""Checks of an installation: `outbox doctor` and `outbox verify`."""
+"""Examination and repair of an installation: `outbox trace`, `doctor`, `verify` and others.
+
+`trace` has the history of one event, `verify` the guarantees over the tables, and `maintenance` the
+changes of a whole installation.  The modules beside them are the checks of `outbox doctor`.
+"""

@@ -18,7 +18,6 @@ from outbox.core.model.stored_response import describe_response, outcome_fields
 from outbox.core.model.text import count
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.destinations.broker_check import examine_broker
-from outbox.operations.endpoints.rotate_key import COUNT_SECRETS
 from outbox.operations.lanes import HEALTH_SINCE
 from outbox.store.delivery.altered_secrets import read_altered_secrets
 from outbox.store.delivery.endpoints import read_endpoints
@@ -36,6 +35,7 @@ from outbox_doctor.check import (
     problem,
     warning,
 )
+from outbox_doctor.maintenance.rotate_key import COUNT_SECRETS
 
 # Live relays that lack one of the keys that secrets are encrypted with.
 RELAYS_WITHOUT_KEYS = f"""

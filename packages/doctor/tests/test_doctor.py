@@ -19,7 +19,6 @@ from outbox.destinations.broker import BrokerFinding
 from outbox.errors import CannotRun, DatabaseUnavailable, SchemaTooNew
 from outbox.network.egress import EgressPolicy
 from outbox.operations.endpoints import changes as endpoint_changes
-from outbox.operations.endpoints import rotate_key
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store.cluster.replicas import ReplicaStore
@@ -31,6 +30,7 @@ from outbox.store.schedules.future_events import FutureEventStore
 from outbox.store.schema.migration_files import migrations
 from outbox_doctor import check, endpoints, examination
 from outbox_doctor.check import DoctorFinding, DoctorLimits, Severity, Subject
+from outbox_doctor.maintenance import rotate_key
 from tests.support.doctor import PATH, findings, findings_of, reported_findings, sql_of, the_one
 from tests.support.relay import BUSY, Network, add_endpoint, all_ended, publish, register, running
 from tests.support.schedules import add_schedule, let_be_due

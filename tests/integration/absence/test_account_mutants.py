@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.core.sequencing.partition_window import Retention
-from outbox.operations.events.resequence import resequence
+from outbox_doctor.maintenance.resequence import resequence
 from outbox_doctor.verify import audit
 from tests.support.books import BLOCK, INSERT, INSERT_WITH_ID, sequence_events
 

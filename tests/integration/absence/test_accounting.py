@@ -17,12 +17,12 @@ import orjson
 import pytest
 
 from outbox.core.sequencing.partition_window import Retention
-from outbox.operations.events.resequence import resequence
 from outbox.operations.status import read_overview
 from outbox.relay.session_state import Readiness
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
 from outbox.store.database_stats import read_database_stats
+from outbox_doctor.maintenance.resequence import resequence
 from tests.support.books import BLOCK, INSERT, INSERT_WITH_ID, sequence_events
 from tests.support.checkout import ROOT
 from tests.support.detaching import ATTACH, DETACH

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import before_id_option, print_result, run_operation, warn
-from outbox.cli.endpoint.preview import request_lines
 from outbox.cli.output import cell, describe_payload, echo, emit_pairs, fold, style, style_state
+from outbox.cli.request_text import request_lines
 from outbox.core.model.text import count
 from outbox.operations.events.future import describe
-from outbox.operations.preview import trace_with_requests
-from outbox.operations.trace.diagnosis import describe_unsent
 from outbox.store.connection.secrets import Vault
+from outbox_doctor.trace.diagnosis import describe_unsent
+from outbox_doctor.trace.rebuilt_requests import trace_with_requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.operations.events.future import FutureEvent
-    from outbox.operations.trace.model import (
+    from outbox_doctor.trace.model import (
         EventTrace,
         TracedAttempt,
         TracedDelivery,

@@ -17,12 +17,19 @@ from outbox.errors import NotFound
 from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.dead_letters.queries import LAST_REPLAY
 from outbox.operations.events import queries as events
+from outbox.operations.events.deliveries import NO_BATCH, READ_DELIVERIES, READ_SEQUENCED
 from outbox.operations.events.future import NotPublishedYet
 from outbox.operations.lanes import BLOCKED_BY, FAILING_LANES, HEALTH_SINCE, LANE_STATE, retry_state
 from outbox.operations.pages import shorten_responses
 from outbox.operations.rows import ID_MAX, encode_other, from_row
-from outbox.operations.trace.diagnosis import add_diagnosis
-from outbox.operations.trace.model import (
+from outbox.store.connection.connect import map_errors
+from outbox.store.delivery.lanes import lacks_end
+from outbox.store.retention.erasure import PLAN_BY_INDEX
+from outbox.store.routing_change import READ_NOW
+from outbox.store.sql.expressions import PAYLOAD_SIZE, lease_runs
+from outbox.store.sql.type_match import FILTER_MET, TENANT_MATCHES, TYPE_MATCHES
+from outbox_doctor.trace.diagnosis import add_diagnosis
+from outbox_doctor.trace.model import (
     EventTrace,
     LaneHead,
     PendingLaneState,
@@ -35,12 +42,6 @@ from outbox.operations.trace.model import (
     TraceReport,
     UnsentGroup,
 )
-from outbox.store.connection.connect import map_errors
-from outbox.store.delivery.lanes import lacks_end
-from outbox.store.retention.erasure import PLAN_BY_INDEX
-from outbox.store.routing_change import READ_NOW
-from outbox.store.sql.expressions import PAYLOAD_SIZE, is_found_late, lease_runs
-from outbox.store.sql.type_match import FILTER_MET, TENANT_MATCHES, TYPE_MATCHES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,55 +68,6 @@ SELECT b.high,
        (SELECT r.name FROM replica r JOIN cursor c ON c.writer = r.id) AS leader
   FROM (SELECT high, young FROM batch ORDER BY batch DESC LIMIT 1) b
 """  # noqa: S608 (constants only)
-
-# The first batch whose `high` reaches the event; or, if the event was an open gap then, the
-# batch that found it, which follows the end of the producer's transaction closely.
-READ_SEQUENCED = f"""
-WITH passed AS MATERIALIZED (
-    SELECT batch, at, {is_found_late("$1")} AS late
-      FROM batch WHERE high >= $1 ORDER BY high, batch LIMIT 1)
-SELECT b.batch, b.at, true AS late
-  FROM passed CROSS JOIN LATERAL (
-       SELECT batch, at FROM batch
-        WHERE passed.late AND batch > passed.batch
-          AND NOT isempty(found) AND found @> $1::bigint ORDER BY batch LIMIT 1) b
- UNION ALL
-SELECT batch, at, late FROM passed WHERE NOT late
-"""  # noqa: S608 (a constant only)
-
-# Deliveries of the event from its batch, from feeds, replays and backfills.  OFFSET 0 forces one
-# index scan per lane.
-READ_DELIVERIES = """
-WITH given AS MATERIALIZED (
-    SELECT d.* FROM (
-           SELECT batch, lanes FROM batch WHERE batch = $2
-            UNION ALL
-           SELECT f.batch, array(
-                      SELECT l.id FROM batch b, unnest(b.lanes) AS of(id)
-                        JOIN lane l ON l.id = of.id AND l.endpoint_id = f.endpoint_id
-                       WHERE b.batch = f.batch)
-             FROM fed_in($2, $1) f) b
-     CROSS JOIN LATERAL unnest(b.lanes) AS lane(id)
-     CROSS JOIN LATERAL (
-           SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id
-             FROM delivery
-            WHERE lane_id = lane.id AND batch = b.batch AND outbox_id = $1
-              AND replay_id IS NULL AND backfill_id IS NULL OFFSET 0) d
-     UNION ALL
-    SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id FROM delivery_run
-     WHERE outbox_id = $1 AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL))
-SELECT g.lane_id, g.batch, g.seq AS sequence, g.replay_seq, g.backfill_id AS backfill,
-       lane_name(l.endpoint_id, l.generation, l.slot) AS lane, l.endpoint_id, e.name AS endpoint,
-       b.at AS sequenced_at, lane_name(was.endpoint_id, was.generation, was.slot) AS was_lane
-  FROM given g
-  JOIN lane l ON l.id = g.lane_id
-  JOIN endpoint e ON e.id = l.endpoint_id AND ($3::uuid[] IS NULL OR e.id = ANY ($3))
-  JOIN batch b ON b.batch = g.batch
-  LEFT JOIN (replay r JOIN dead_letter x ON x.id = r.dead_id
-             JOIN lane was ON was.id = x.lane_id)
-    ON r.id = g.replay_id
- ORDER BY e.name COLLATE "C", g.batch, g.lane_id, g.seq
-"""
 
 # The newest attempts of each delivery first, up to the limit $4: a retry policy may have 10,000.
 READ_ATTEMPTS = f"""
@@ -209,7 +161,6 @@ SELECT reason, count(*) AS endpoints, (array_agg(name ORDER BY name COLLATE "C")
 UNSENT_EXAMPLES_MAX = 3
 TRACED_ATTEMPTS_MAX = 1000
 """Attempts in the trace of an event, of all its deliveries."""
-NO_BATCH = -1
 
 Place: TypeAlias = tuple[int, int]
 """The id of a lane, and a sequence number."""

@@ -18,13 +18,13 @@ from outbox.core.model.response_policy import is_application_failure
 from outbox.core.model.stored_response import describe_attempts, describe_response
 from outbox.core.model.text import count
 from outbox.operations.dead_letters.skip import Standing, is_held, skip_helps, stuck_advice
-from outbox.operations.trace.model import TraceAction, TraceCause
+from outbox_doctor.trace.model import TraceAction, TraceCause
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
 
-    from outbox.operations.trace.model import (
+    from outbox_doctor.trace.model import (
         EventTrace,
         PendingLaneState,
         SequencingProgress,

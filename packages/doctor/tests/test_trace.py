@@ -19,8 +19,8 @@ from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.operations.endpoints import states as endpoint_states
 from outbox.operations.events import queries as events
 from outbox.operations.pages import WHOLE_RESPONSES_MAX
-from outbox.operations.trace import queries as trace
 from outbox.store.retention import erasure
+from outbox_doctor.trace import queries as trace
 from tests.support.plans import explain
 from tests.support.relay import (
     BUSY,
@@ -39,7 +39,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.operations.trace.model import EventTrace, TracedDelivery
+    from outbox_doctor.trace.model import EventTrace, TracedDelivery
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major

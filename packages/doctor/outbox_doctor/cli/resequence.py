@@ -9,7 +9,7 @@ import click
 from outbox.cli.common import actor, print_result, run_connected
 from outbox.cli.output import echo
 from outbox.core.model.text import count
-from outbox.operations.events.resequence import Resequenced, resequence
+from outbox_doctor.maintenance.resequence import Resequenced, resequence
 
 if TYPE_CHECKING:
     from outbox.config import Settings

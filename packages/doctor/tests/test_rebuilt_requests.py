@@ -9,9 +9,10 @@ import pytest
 
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.events.erase import ErasureTarget, erase_events
-from outbox.operations.preview import MASKED, add_requests
-from outbox.operations.trace.queries import trace_delivery
+from outbox.operations.preview import MASKED
 from outbox.store.connection.secrets import CLEAR
+from outbox_doctor.trace.queries import trace_delivery
+from outbox_doctor.trace.rebuilt_requests import add_requests
 from tests.support.relay import (
     BUSY,
     OK,
@@ -25,7 +26,7 @@ from tests.support.relay import (
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from outbox.operations.trace.model import RebuiltRequest
+    from outbox_doctor.trace.model import RebuiltRequest
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 

@@ -11,14 +11,14 @@ from outbox.cli.output import echo, emit_json
 from outbox.cli.progress import confirm, progress_bar, require_terminal
 from outbox.core.model.text import count
 from outbox.errors import UsageError
-from outbox.operations.endpoints import rotate_key
 from outbox.store.connection.secrets import SETTING, Vault, new_key
+from outbox_doctor.maintenance import rotate_key
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.operations.endpoints.rotate_key import RekeyProgress, SecretCount
+    from outbox_doctor.maintenance.rotate_key import RekeyProgress, SecretCount
 
 EXIT_NOT_ALL = 1
 

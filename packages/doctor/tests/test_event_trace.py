@@ -10,8 +10,8 @@ from uuid import UUID
 import pytest
 
 from outbox.core.delivery.circuit_breaker import NO_PROBING_TEXT, PROBING_TEXT
-from outbox.operations.trace.diagnosis import add_diagnosis
-from outbox.operations.trace.model import (
+from outbox_doctor.trace.diagnosis import add_diagnosis
+from outbox_doctor.trace.model import (
     EventTrace,
     LaneHead,
     PendingLaneState,

@@ -1,28 +1,23 @@
 """Event trace: the data model of one event's history.
 
-`outbox.operations.trace.queries` reads a trace from the database, and
-`outbox.operations.trace.diagnosis` explains it.
+`outbox_doctor.trace.queries` reads a trace from the database, and
+`outbox_doctor.trace.diagnosis` explains it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
 
+    from outbox.operations.deliveries.model import DeliveryState
     from outbox.operations.events.future import FutureEvent
 
 VERSION = 1
 """Version of the JSON form; raised when the meaning of a field changes."""
-
-DeliveryState: TypeAlias = Literal[
-    "delivered", "pending", "dead", "replaying", "replayed", "dead_again", "discarded"
-]
-"""State of a delivery.  A replayed dead letter is `replaying` while any of its new
-deliveries is pending, then `replayed` or `dead_again`; each new delivery has its own state."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Changes of an installation: key rotation, and sequencing of events that were skipped."""
