@@ -4,11 +4,12 @@ directory to the events that the receiver prints.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
 import subprocess
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from importlib.metadata import distribution
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,16 @@ from packaging.requirements import Requirement
 
 from outbox.core.model.sql_names import quote_ident
 from outbox_devtools.embedded.binaries import find_binaries
-from tests.support.documents import GUIDES, Session, blocks, examples, normalized, read
+from tests.support.documents import (
+    GUIDES,
+    Session,
+    blocks,
+    console,
+    examples,
+    normalized,
+    read,
+    sections,
+)
 from tests.support.ports import free_port
 from tests.support.relay import all_ended, fetchval
 from tests.support.roles import dsn_of
@@ -41,6 +51,14 @@ FETCHES = {
 """How the programs of the guide to SQL in other languages get their drivers."""
 
 FETCH_MAX_S = 120
+
+
+SEARCH_INDEX = GUIDES["search index"]
+LOADERS = ("In Python", "With psql", "With pg_dump")
+"""The ways to fill the index: a reader uses one of them."""
+
+EVENTS_MIN = 40
+"""Events that the application publishes while a test waits for it."""
 
 
 async def _skip(_: list[str]) -> None:
@@ -245,3 +263,80 @@ async def test_what_the_guide_to_sql_states_about_errors(
             await owner.execute("ROLLBACK")
         assert str(refused.value) in read(GUIDES["sql"])
         assert await fetchval(empty_database, "SELECT count(*) FROM outbox") == 2
+
+
+async def respond_gone(database: Database, port: int) -> None:
+    """Respond with 410 at a port until the endpoint is disabled."""
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 410 Gone\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(respond, "127.0.0.1", port):
+        disabled = "SELECT state = 'disabled' FROM endpoint"
+        await until(lambda: fetchval(database, disabled), what="the endpoint to be disabled")
+
+
+async def wait_for_events(database: Database) -> None:
+    """Wait until the application has published some more events."""
+    count = "SELECT count(*) FROM outbox"
+    before = await fetchval(database, count)
+    await until(lambda: fetchval(database, f"SELECT ({count}) >= {before + EVENTS_MIN}"))
+
+
+@pytest.mark.slow
+@pytest.mark.one_major
+@pytest.mark.parametrize("loader", LOADERS)
+async def test_the_index_of_the_guide_is_equal_to_the_table(
+    loader: str, empty_database: Database, tmp_path: Path
+) -> None:
+    """The application publishes while the index is filled, and while the endpoint is disabled."""
+    database = empty_database
+    others = set(LOADERS) - {loader}
+    compare = [line for block in blocks(dict(sections(read(SEARCH_INDEX)))["Compare"])
+               for line, _ in console(block)]  # fmt: skip
+    arrived = "SELECT NOT EXISTS (SELECT FROM feed WHERE ended_at IS NULL)"
+    receiver = ""
+
+    async with (
+        database.server.database(migrated=False) as search,
+        newcomer(database, tmp_path) as session,
+    ):
+        require("psql", "pg_dump", path=session.env["PATH"])
+        session.rewrites[r"postgresql://localhost/search\b"] = search.dsn
+
+        async def stop_selling() -> None:
+            await session.interrupt("python sell.py")
+            await until(lambda: fetchval(database, arrived), what="the endpoint to subscribe")
+            await all_ended(database)
+
+        async def before_line(line: str) -> None:
+            nonlocal receiver
+            if "snapshot" in line or line.startswith(("python load.py", "psql --quiet --no-align")):
+                await wait_for_events(database)
+            elif "python receiver.py" in line:
+                receiver = line
+            elif line == "outbox status":
+                await wait_for_events(database)
+                await stop_selling()
+            elif line == "outbox endpoint enable search --catch-up":
+                await session.run_line("python sell.py", "")
+                await wait_for_events(database)
+                await session.interrupt("python receiver.py")
+                await respond_gone(database, session.port)
+                await wait_for_events(database)
+                await session.run_line(receiver, "")
+
+        async def compare_again() -> None:
+            await wait_for_events(database)
+            await stop_selling()
+            for line in compare[1:-1]:
+                await session.run_line(line, "")
+
+        session.before_line, session.before_end = before_line, compare_again
+        await session.follow(examples(SEARCH_INDEX, without=others))
+        refused = "SELECT count(*) FROM dead_letter WHERE last_response ->> 'status' = '422'"
+        assert await fetchval(database, refused) == 0

@@ -25,7 +25,7 @@ from tests.support.process import environment, outbox
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Collection, Iterable
 
     from tests.support.postgres import Database
 
@@ -47,6 +47,7 @@ GUIDES = {
 } | {
     "first event": "docs/tutorial/first-event.md",
     "relay in an application": "docs/howto/run-the-relay-in-an-application.md",
+    "search index": "docs/howto/boot-a-search-index.md",
 }
 """Documents that start in an empty directory; tests/test_guides.py follows them."""
 
@@ -57,6 +58,7 @@ BACKGROUND = {
     "uvicorn": "Uvicorn running",
     "python worker.py": "replica registered",
     "python receiver.py": "Running on",
+    "python sell.py": "selling",
     "flask": "Running on",
 }
 """Commands that run until the end of the session, and what they print when they are ready."""
@@ -110,6 +112,16 @@ class Block:
     """The file that the reader saves it in."""
 
 
+_FILES = {">", "--output", "@position.txt"}
+"""Words of a command that reads or writes a file of the session's directory."""
+
+
+def sections(text: str) -> list[tuple[str, str]]:
+    """Split a document at its headings: each one, with what is below it."""
+    parts = re.split(r"^#+ (.*)\n", text, flags=re.MULTILINE)[1:]
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
 def blocks(text: str) -> list[Block]:
     """Return the fenced blocks of a document."""
     return [
@@ -122,11 +134,16 @@ def read(document: str) -> str:
     return (ROOT / document).read_text(encoding="utf-8")
 
 
-def examples(document: str) -> list[Block]:
-    """The blocks of a document that a test executes."""
-    return [
-        each for each in blocks(read(document)) if each.language in EXECUTED and not each.not_run
-    ]
+def examples(document: str, without: Collection[str] = ()) -> list[Block]:
+    """The blocks of a document that a test executes.
+
+    Args:
+        without: headings of sections that the reader omits.
+    """
+    text = read(document)
+    if without:
+        text = "".join(below for heading, below in sections(text) if heading not in without)
+    return [each for each in blocks(text) if each.language in EXECUTED and not each.not_run]
 
 
 def normalized(text: str) -> list[str]:
@@ -232,7 +249,7 @@ class Session:
         if any(each in BACKGROUND for each in (words[0], " ".join(words[:2]))):
             await self._start(words, env, output)
             return
-        if words[0] != "outbox" or ">" in words:
+        if words[0] != "outbox" or _FILES.intersection(words):
             await self._run_shell(line, output)
             return
         ended = await outbox(*words[1:], env=env)
@@ -282,6 +299,14 @@ class Session:
         except AssertionError as error:
             error.add_note(f"{program} has printed: {path.read_text()}")
             raise
+
+    async def interrupt(self, program: str) -> None:
+        """Press Ctrl-C in the terminal of a command of BACKGROUND."""
+        name = program.replace(" ", "-")
+        for process, path, _ in self._running:
+            if path.name.startswith(name) and process.returncode is None:
+                process.send_signal(signal.SIGINT)
+                await process.wait()
 
     def printed(self, program: str) -> str:
         """The output of a command of BACKGROUND until now."""
