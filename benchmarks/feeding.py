@@ -7,12 +7,13 @@ receiver of its own.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks.commits import MAKE_ACCOUNTS
 from benchmarks.figures import Rounds, Row, Samples, Target, percentile
-from benchmarks.latency import NS_PER_MS, WARM_UP, produce
+from benchmarks.latency import live, produce
 from benchmarks.stage import add_endpoint, child, search, until
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.start import BEGINNING
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from benchmarks.stage import Stage
-    from tests.support.postgres import Database
 
 PAST, QUICK_PAST = 1_000_000, 60_000
 PER_BATCH = 50
@@ -48,6 +48,9 @@ SELECT n, n * $2::bigint, $2, clock_timestamp() - interval '1 day'
   FROM generate_series(1, $1::bigint / $2) n
 """
 FED = "SELECT coalesce(sum(fed), 0)::bigint FROM feed"
+LIVE = """
+SELECT count(*) > 3 FROM batch WHERE at > clock_timestamp() - interval '0.1 s' AND events > 0
+"""
 ARRIVED = "SELECT NOT EXISTS (SELECT FROM feed WHERE ended_at IS NULL)"
 
 
@@ -97,13 +100,16 @@ async def beside(stage: Stage, rounds: int, past: int, seconds: float, feeds: in
             url = f"http://127.0.0.1:{(await fed_receiver.response())['http']}/"
             await write_past(db, past)
             await add_endpoint(db, stage.urls["http"], lanes=LANES, types=("order.**",))
-            async with stage.relay(database):
-                alone_ms = await _live(stage, database, seconds)
-                await begin(db, url, feeds)
-                before, began_at = await db.fetchval(FED), time.monotonic()
-                beside_ms = await _live(stage, database, seconds)
-                fed = await db.fetchval(FED) - before
-                rate.add("fed", fed / (time.monotonic() - began_at))
+            async with stage.relay(database) as relay:
+                alone_ms = await live(stage, database, PER_S, seconds)
+                async with asyncio.TaskGroup() as tasks:
+                    running = tasks.create_task(live(stage, database, PER_S, seconds))
+                    # Within the warm-up: before live events, feeds would take all there is.
+                    await until(db, LIVE, relay)
+                    await begin(db, url, feeds)
+                    began_at = time.monotonic()
+                beside_ms = running.result()
+                rate.add("fed", await db.fetchval(FED) / (time.monotonic() - began_at))
         for name, (share, _) in SHARES.items():
             with_it.add(name, percentile(beside_ms, share))
             without.add(name, percentile(alone_ms, share))
@@ -184,13 +190,3 @@ async def begin(
         settings = EndpointSettings(name=name, url=url, lanes=LANES, types=types)
         await endpoint_changes.add_endpoint(db, SCHEMA, settings, actor="bench", start=BEGINNING)
     return names
-
-
-async def _live(stage: Stage, database: Database, seconds: float) -> list[float]:
-    """Return the milliseconds from COMMIT to the receiver of every live event after the warm-up."""
-    events = int(PER_S * seconds)
-    stage.expect(events, keep=True)
-    made = await produce(database, "event", PER_S, events)
-    arrived = (await stage.receiver.response())["arrived"]
-    warm = [str(n) for n in range(int(events * WARM_UP), events)]
-    return [(arrived[n] - made["sent_at"][n]) / NS_PER_MS for n in warm]

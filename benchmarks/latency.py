@@ -117,6 +117,15 @@ def _warm(events: int) -> list[str]:
     return [str(n) for n in range(int(events * WARM_UP), events)]
 
 
+async def live(stage: Stage, database: Database, per_s: int, seconds: float) -> list[float]:
+    """Return the milliseconds from COMMIT to the receiver of every event after the warm-up."""
+    events = int(per_s * seconds)
+    stage.expect(events, keep=True)
+    made = await produce(database, "event", per_s, events)
+    arrived = (await stage.receiver.response())["arrived"]
+    return [(arrived[n] - made["sent_at"][n]) / NS_PER_MS for n in _warm(events)]
+
+
 async def produce(
     database: Database, what: str, per_s: int, events: int, beside: Child | None = None
 ) -> dict[str, Any]:

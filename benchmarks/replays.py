@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.commits import MAKE_ACCOUNTS
 from benchmarks.figures import Rounds, Row, Target, percentile
-from benchmarks.latency import NS_PER_MS, WARM_UP, produce
+from benchmarks.latency import live
 from benchmarks.stage import add_endpoint, search
 from outbox.operations.criteria import DeadLetterSelection
 from outbox.operations.dead_letters import replay as replays
@@ -19,7 +19,6 @@ from tests.support.postgres import SCHEMA
 
 if TYPE_CHECKING:
     from benchmarks.stage import Stage
-    from tests.support.postgres import Database
 
 LETTERS, QUICK_LETTERS = 100_000, 10_000
 PER_S = 100
@@ -56,12 +55,12 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
             await connection.execute(PASSED)
             await connection.execute("ANALYZE")
             async with stage.relay(database):
-                alone_ms = await _live(stage, database, seconds)
+                alone_ms = await live(stage, database, PER_S, seconds)
                 asked = await replays.start_replay(
                     connection, SCHEMA, DeadLetterSelection(everything=True), actor="bench"
                 )
                 assert asked.job is not None
-                beside_ms = await _live(stage, database, seconds)
+                beside_ms = await live(stage, database, PER_S, seconds)
                 taken = (await replay_jobs.get_job(connection, SCHEMA, asked.job)).taken
         for name, share in SHARES.items():
             with_it.add(name, percentile(beside_ms, share))
@@ -84,13 +83,3 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
         )
         for name in SHARES
     ]
-
-
-async def _live(stage: Stage, database: Database, seconds: float) -> list[float]:
-    """Return the milliseconds from COMMIT to the receiver of every live event after the warm-up."""
-    events = int(PER_S * seconds)
-    stage.expect(events, keep=True)
-    made = await produce(database, "event", PER_S, events)
-    arrived = (await stage.receiver.response())["arrived"]
-    warm = [str(n) for n in range(int(events * WARM_UP), events)]
-    return [(arrived[n] - made["sent_at"][n]) / NS_PER_MS for n in warm]

@@ -320,7 +320,7 @@ def test_an_unknown_section_is_a_usage_error() -> None:
     assert ended.exit_code == 2
     assert (
         "choose from deliveries, formats, brokers, peers, cost, watched, api, commits, publishing, "
-        "majors, latency, replays, memory, million, outage" in ended.stderr
+        "majors, latency, replays, feeding, memory, million, outage" in ended.stderr
     )
 
 

@@ -66,6 +66,7 @@ A file:
       lanes: 4
     - name: audit
       url: https://audit.example.com/
+      from: 2h                    # only when it is added: earlier events come first
       all_tenants: true
       retry: {preset: stepped, attempts: 8}
 

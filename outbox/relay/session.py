@@ -94,7 +94,8 @@ class Session:
         async with asyncio.TaskGroup() as tasks:
             cut = tasks.create_task(self._opened.terminate_at_end())
             delivering = tasks.create_task(parts.dispatcher.run())
-            background = [
+            background = [tasks.create_task(parts.recorder.run())]
+            background += [
                 tasks.create_task(self._run_until_release(each))
                 for each in (self._opened.watch(), *parts.background)
             ]

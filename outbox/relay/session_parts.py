@@ -79,7 +79,7 @@ class SessionParts:
     sequencer: Sequencer
     running: RunningSession
     background: list[Coroutine[Any, Any, None]]
-    """What else runs until the end: lease, recorder, listener, supervision, maintenance."""
+    """What else runs until the end: lease, listener, supervision, maintenance."""
 
 
 def build_session(
@@ -224,7 +224,6 @@ def build_session(
             # Behind a pooler a client does not notice the crash that has lost a renewal.
             durable=settings.pooled,
         ),
-        recorder.run(),
         supervisor.run(),
         schedule_runner.run(),
         feed_reader.run(),

@@ -13,8 +13,9 @@ from outbox.core.sequencing.feeds import (
     FED_PENDING_MAX,
     FEED_LIVE_S,
     IDLE_MAX,
-    LIVE_EVERY_S,
+    LARGE_BATCH,
     LIVE_MAX,
+    LIVE_PER_S,
     Feed,
     FeedPace,
     LoadedFeed,
@@ -107,7 +108,7 @@ def test_a_feed_gives_every_event_once_in_order_whatever_is_lost(draw: st.DataOb
             feed = _loaded(place, seen)
         elif step <= 2 and rest:
             batches = rest[: draw.draw(st.integers(1, 3))]
-            assert feed.add(batches, split_by_batch(batches, history.events), {}) == 0
+            assert feed.add(feed.read_to, batches, split_by_batch(batches, history.events), {}) == 0
         part = feed.plan_part(draw.draw(st.integers(0, 3)))
         if draw.draw(st.booleans()):
             feed.rejected()
@@ -131,7 +132,7 @@ def test_what_cannot_be_sent_is_counted_when_its_batch_is_passed() -> None:
         _event(1), _event(2, erased=True), _event(3, expired=True), _event(4),
         _event(5, erased=True),
     ]  # fmt: skip
-    assert feed.add([batch], split_by_batch([batch], events), {}) == 1
+    assert feed.add(feed.read_to, [batch], split_by_batch([batch], events), {}) == 1
     first = feed.plan_part(1)
     assert (first.place, first.skipped.erased) == (Place(0, 1), 0)
     feed.committed(first)
@@ -140,10 +141,21 @@ def test_what_cannot_be_sent_is_counted_when_its_batch_is_passed() -> None:
     assert (rest.place, rest.skipped) == (Place(0, 6), type(rest.skipped)(1, 1, 1))
 
 
+def test_batches_that_leave_a_hole_are_not_added() -> None:
+    """They were read for another feed, which was further."""
+    feed = _loaded(Place(0, 2))
+    batches = [PassedBatch(n, 2 * n, 2 * n + 2, (), (), 2) for n in range(3)]
+    events = [_event(i) for i in range(1, 7)]
+    feed.add(Place(1, 4), batches[2:], split_by_batch(batches[2:], events), {})
+    assert (feed.read_to, feed.ahead) == (Place(0, 2), 0)
+    feed.add(Place(-1, 0), batches[:2], split_by_batch(batches[:2], events), {})
+    assert [i for _, i in feed.plan_part(9).deliveries] == [3, 4]
+
+
 def test_no_more_is_fed_than_may_be_pending() -> None:
     feed = _loaded(Place(-1, 0))
     batch = PassedBatch(0, 0, 5, (), (), 5)
-    feed.add([batch], split_by_batch([batch], [_event(i) for i in range(1, 6)]), {})
+    feed.add(feed.read_to, [batch], split_by_batch([batch], [_event(i) for i in range(1, 6)]), {})
     feed.pending_max = 2
     part = feed.plan_part(100)
     assert len(part.deliveries) == 2
@@ -172,8 +184,15 @@ def test_live_events_make_the_pace_slower_but_never_stop_a_feed() -> None:
     pace.record_live_events(100.0)
     assert pace.limit(100.0, 3) == LIVE_MAX
     pace.record_fed(100.0)
-    assert pace.limit(100.0 + LIVE_EVERY_S / 2, 3) == 0
-    assert pace.limit(100.0 + LIVE_EVERY_S, 3) == LIVE_MAX
+    assert pace.limit(100.0, 3) == 0
+    assert pace.limit(100.0 + 10.5 / LIVE_PER_S, 3) == 10
+    assert pace.limit(pace.next_at + 1e-6, 3) == LIVE_MAX
+    # In a batch of its own, or with many live events; if there is neither, with a few.
+    assert pace.may_go_with(100.0, LARGE_BATCH)
+    assert not pace.may_go_with(100.0, 0)
+    assert pace.may_go_with(pace.next_at, 0)
+    assert not pace.may_go_with(pace.next_at, 1)
+    assert pace.may_go_with(2 * pace.next_at - 100.0, 1)
     # A relay that catches up itself has large batches.
     assert pace.limit(101.0, 5_000) > 5_000
     assert pace.limit(100.0 + FEED_LIVE_S, 0) == IDLE_MAX

@@ -91,7 +91,7 @@ def test_numbers_that_are_no_position_are_refused_or_have_this_text_only(content
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        pytest.param("", "another version", id="empty"),
+        pytest.param("", "altered or cut off", id="empty"),
         pytest.param("a b", "base64url", id="a space"),
         pytest.param(f"{encode(POSITION)}\n", "base64url", id="a line break"),
         pytest.param(f"{encode(POSITION)}=", "base64url", id="padding"),

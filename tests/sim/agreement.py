@@ -109,6 +109,10 @@ class Unpaced(FeedPace):
     def limit(self, now: float, own_events: int) -> int:
         return IDLE_MAX
 
+    def may_go_with(self, now: float, own_events: int) -> bool:
+        """Any batch may feed."""
+        return True
+
 
 class Side(Protocol):
     """The stores, real or simulated, with their server."""
@@ -276,7 +280,7 @@ class Script:
         )
         for feed in sorted(cursor.feeder.feeds, key=lambda feed: feed.id):
             if self._rng.random() < 0.5:
-                await reader._read(store, evaluator, [feed])
+                await reader._read(store, evaluator, feed.read_to, [feed])
             feed.pending_max = limit
 
     async def _lag(self) -> Any:

@@ -18,6 +18,7 @@ from outbox.core.sequencing import partition_window
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.events.erase import DELETE_FUTURE_EVENTS, LOCK_SHARES_OF_TARGET
 from outbox.operations.replays import jobs as replay_jobs
+from outbox.relay.sequencing import feeder
 from outbox.store.sql.expressions import key_hash
 from tests.sim.agreement import (
     LATER_GENERATION,
@@ -417,7 +418,8 @@ async def test_the_simulated_stores_return_what_the_real_ones_do(
     real_ids, simulated_ids = iter(ENDPOINT_IDS), iter(ENDPOINT_IDS[len(SETTINGS) :])
     monkeypatch.setattr(endpoint_changes, "uuid4", lambda: next(real_ids))
     monkeypatch.setattr(simulated_changes, "new_endpoint_id", lambda _: next(simulated_ids))
-    # The pace of replays depends on the clock, which differs.
+    # The pace of replays and feeds depends on the clock, which differs.
+    monkeypatch.setattr(feeder, "WAITING_S", 0.0)
     with ranges.unpaced(3):
         await _agree(database, seed)
 

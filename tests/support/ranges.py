@@ -89,6 +89,7 @@ class Unpaced(ReplayThrottle):
     """A pacer that treats every chunk as delivered at once."""
 
     most = replay_throttle.ENDPOINT_MAX
+    _later = 1e12
 
     def endpoints_to_poll(self, now: float) -> list[UUID]:
         due = super().endpoints_to_poll(math.inf)
@@ -99,9 +100,10 @@ class Unpaced(ReplayThrottle):
         super().report_progress(endpoint_id, replace(progress, done=True), now)
 
     def shares(self, now: float) -> list[Share]:
-        return [
-            replace(share, numbers=self.most, per_lane=self.most) for share in super().shares(now)
-        ]
+        # Long after any live event, and with every rate's burst unused.
+        self._later += 1e6
+        shares = super().shares(self._later)
+        return [replace(share, numbers=self.most, per_lane=self.most) for share in shares]
 
     @property
     def poll_at(self) -> float | None:

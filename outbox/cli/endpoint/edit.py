@@ -50,9 +50,13 @@ def _parse_start(_: click.Context, __: click.Parameter, text: str | None) -> Sta
         return None
     try:
         if text.startswith("@"):
-            text = Path(text[1:]).read_text().strip()
+            path, text = text[1:], Path(text[1:]).read_text().strip()
+            if not text:
+                raise click.BadParameter(f"{path} is empty; did outbox snapshot fail?")
         return parse_start(text)
-    except (UsageError, OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise click.BadParameter(f"{path}: {error.strerror}") from None
+    except (UsageError, UnicodeDecodeError) as error:
         raise click.BadParameter(str(error).removeprefix("from: ")) from None
 
 
@@ -211,7 +215,7 @@ def add(
         )
     for warning in added.warnings:
         warn(warning)
-    if added.waiting:
+    if added.waiting and start is None:
         verb = "is" if added.waiting == 1 else "are"
         warn(
             f"{count(added.waiting, 'event')} {verb} not sequenced yet; "

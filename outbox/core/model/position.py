@@ -87,11 +87,11 @@ def parse_position(text: str) -> Position:
     if not _BASE64URL.fullmatch(text) or len(text) % 4 == 1:
         raise UsageError("position: it is no text of letters, digits, - and _ in base64url")
     content = urlsafe_b64decode(text + "=" * (-len(text) % 4))
-    if content[:1] != _VERSION:
-        raise UsageError("position: it has another version than this program reads")
     content, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
     if checksum != _checksum(content):
         raise UsageError("position: it was altered or cut off; copy all of it")
+    if content[:1] != _VERSION:
+        raise UsageError("position: it has another version than this program reads")
     try:
         position = _decode(content)
         is_canonical = encode(position) == text

@@ -30,9 +30,11 @@ READ_EVENTS_MAX = 1_000
 """Events after which a read takes no further batch."""
 FEED_LIVE_S = 2.0
 """Events are live for this time after the last one was sequenced."""
-LIVE_MAX, LIVE_EVERY_S = 150, 0.04
-"""Fed deliveries of a batch, and its interval, while events are live: a live event waits behind
-them in the batch."""
+LIVE_PER_S, LIVE_MAX = 2_400, 60
+"""Fed deliveries per second and per batch while events are live.  A batch of their own delays few
+live events; with each of those, they would delay all."""
+LARGE_BATCH = 8
+"""What is fed with so many live events delays them less than a batch of its own would."""
 IDLE_MAX = 1_500
 """Fed deliveries of a batch otherwise: more would take the owners' time in one piece."""
 OWN_SHARE = 2
@@ -208,14 +210,24 @@ class Feed:
         ]
 
     def add(
-        self, batches: Sequence[PassedBatch], split: Sequence[Sequence[PastEvent]], refused: Refused
+        self,
+        after: Place,
+        batches: Sequence[PassedBatch],
+        split: Sequence[Sequence[PastEvent]],
+        refused: Refused,
     ) -> int:
-        """Add batches that were read from `read_to` on; returns how many events are missing.
+        """Add the batches after a place, up to which everything was read; others are ignored.
 
         Args:
             refused: results of the feed's filter.
+
+        Returns:
+            How many events are missing.
         """
         missing = 0
+        if after > self.read_to:
+            # They would leave out what is between.
+            return 0
         for row, events in zip(batches, split, strict=True):
             to = Place(row.batch, row.high)
             if to <= self.read_to:
@@ -280,26 +292,39 @@ class FeedPace:
     """How much the feeds of a leader may add to its batches; times are steady seconds."""
 
     live_until: float = 0.0
-    next_at: float = 0.0
+    fed_at: float = 0.0
     _turn: int = field(default=0)
+
+    @property
+    def next_at(self) -> float:
+        """When a batch is due for what is fed, while events are live."""
+        return self.fed_at + LIVE_MAX / LIVE_PER_S
+
+    def may_go_with(self, now: float, own_events: int) -> bool:
+        """Whether a batch with so many live events may feed some."""
+        if now >= self.live_until or own_events >= LARGE_BATCH:
+            return True
+        # Live events that come all the time must not keep it from going on.
+        return now >= (self.next_at if not own_events else 2 * self.next_at - self.fed_at)
 
     def record_live_events(self, now: float) -> None:
         """Record that live events were sequenced."""
         self.live_until = now + FEED_LIVE_S
 
     def limit(self, now: float, own_events: int) -> int:
-        """Deliveries that a batch may feed; 0: the next one is not due.
+        """Deliveries that a batch may feed.
 
         Args:
             own_events: live events of the batch before.
         """
         if now >= self.live_until:
             return IDLE_MAX
-        return 0 if now < self.next_at else max(LIVE_MAX, OWN_SHARE * own_events)
+        earned = int(min((now - self.fed_at) * LIVE_PER_S, LIVE_MAX))
+        return max(earned, OWN_SHARE * own_events) if earned else 0
 
     def record_fed(self, now: float) -> None:
         """Record that a batch fed some."""
-        self.next_at = now + LIVE_EVERY_S
+        self.fed_at = now
 
     def in_turn(self, feeds: Sequence[Feed]) -> list[Feed]:
         """The feeds in the order in which the next batch serves them, which is round robin."""

@@ -47,6 +47,8 @@ MEAN_MIN_MS, MEAN_UNKNOWN_MS = 1.0, 10.0
 PER_LANE_MAX, ENDPOINT_MAX, REPLAY_BATCH_MAX, LIVE_BATCH_MAX = 50, 100, 200, 4
 """Maximum deliveries per batch: of one lane, of one endpoint, in all, and in all while any endpoint
 receives live events, because each replayed delivery takes relay time from those."""
+AWAITED_MAX = 100
+"""Maximum deliveries of a part that a feed waits for: as many as the feed would get."""
 LIVE_S = 5.0
 """An endpoint counts as live for this time after its last live event."""
 POLL_VALID_S = 1.0
@@ -77,6 +79,8 @@ class JobPart:
     lanes: int
     end_reason: EndReason | None = None
     """If set, nothing more of it may be replayed."""
+    is_awaited: bool = False
+    """Whether its endpoint gets nothing else before: it catches up, and a feed waits for it."""
 
     @property
     def key(self) -> PartKey:
@@ -234,11 +238,12 @@ class ReplayThrottle:
             endpoint = self._current(ticket, endpoint_id)
             if endpoint is None:
                 continue
-            share, again_at = self._share(endpoint, room, now)
+            awaited = endpoint.parts[0].is_awaited
+            share, again_at = self._share(endpoint, AWAITED_MAX if awaited else room, now)
             if share is None:
                 self._schedule_poll(endpoint_id, endpoint, again_at)
             else:
-                room -= share.numbers
+                room -= 0 if awaited else share.numbers
                 shares.append(share)
         return shares
 

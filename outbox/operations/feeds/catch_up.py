@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # what its receiver has refused with the response that disabled it.  It may have been disabled again
 # while such letters were sent: then what was pending the last time goes first, and of the others
 # what is left.
-#   disabled: how often it had been disabled when a letter was written.  next_seq: after what an
+#   enabled: how often it had been enabled when a letter was written.  next_seq: after what an
 #     earlier replay of it has sent.
 READ_DISABLED = """
 WITH whole AS MATERIALIZED (
@@ -43,9 +43,9 @@ SELECT d.id, coalesce(r.to_seq + 1, d.seq) AS next_seq,
         WHERE dead_id = d.id ORDER BY id DESC LIMIT 1) r ON true
  CROSS JOIN LATERAL (
        SELECT count(*) AS times FROM journal
-        WHERE endpoint_id = $1 AND kind = 'endpoint_disabling' AND at <= d.at) disabled
+        WHERE endpoint_id = $1 AND kind = 'endpoint_enabled' AND at <= d.at) enabled
  WHERE coalesce(r.to_seq + 1, d.seq) <= d.to_seq
- ORDER BY disabled.times DESC, d.id
+ ORDER BY enabled.times DESC, d.id
 """
 
 # The job of an earlier catch-up that was cut short, if the leader has not ended it yet.

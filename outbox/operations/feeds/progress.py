@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.text import count
+from outbox.core.sequencing.feeds import FED_PENDING_MAX
+from outbox.operations.lanes import PENDING
 from outbox.operations.rows import from_row
 
 if TYPE_CHECKING:
@@ -29,7 +31,8 @@ SELECT e.name AS endpoint, f.began_at, f.fed, f.expired, f.erased, f.missing, b.
            / extract(epoch FROM clock_timestamp() - past.at)::float8 AS rate_per_s,
        EXISTS (SELECT FROM replay_job_endpoint p
                 WHERE p.job_id = f.after_job AND p.endpoint_id = f.endpoint_id
-                  AND p.ended_at IS NULL) AS waits
+                  AND p.ended_at IS NULL) AS waits,
+       {PENDING} >= 0.9 * least(e.backlog_max / 2, {FED_PENDING_MAX}) AS is_full
   FROM feed f
   JOIN endpoint e ON e.id = f.endpoint_id
   JOIN batch b ON b.batch = f.batch
@@ -72,11 +75,13 @@ class FeedProgress:
     """… as the events of all types that it has passed per second lately."""
     waits: bool
     """Whether a replay of what was pending before goes first."""
+    is_full: bool
+    """Whether it waits for the receiver, because many deliveries are pending."""
 
     @property
     def left_s(self) -> float | None:
         """Estimated seconds until it has arrived; None: not known yet."""
-        if not self.rate_per_s or self.left_max is None:
+        if not self.rate_per_s or self.left_max is None or self.is_full:
             return None
         return self.left_max / self.rate_per_s
 
@@ -115,6 +120,8 @@ def describe_feed(feed: FeedProgress, left: str) -> str:
     ]  # fmt: skip
     without = f", without {' and '.join(skipped)}" if skipped else ""
     time = f", in about {left}" if left else ""
+    if feed.is_full:
+        time = "; it waits for its receiver, because many deliveries are pending"
     return (
         f"catching up: {count(feed.fed, 'delivery')} so far{without}; at most "
         f"{count(feed.left_max or 0, 'event')} left{time}"

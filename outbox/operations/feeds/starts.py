@@ -271,9 +271,9 @@ async def preview_start(
 
 
 async def count_after(db: Any, start: FeedStart) -> int:
-    """How many events were sequenced after a start, of all types."""
+    """How many events were sequenced after a start, of all types, without those that were seen."""
     events: int = await db.fetchval(COUNT_AFTER, start.batch)
-    return events
+    return max(events - sum(hi - lo + 1 for lo, hi in start.seen), 0)
 
 
 def begin_feed(

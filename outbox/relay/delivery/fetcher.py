@@ -7,6 +7,7 @@ time cost a few queries.
 from __future__ import annotations
 
 import asyncio
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import structlog
@@ -75,13 +76,11 @@ class DeliveryFetcher:
         """
         self._events.add(sequenced.contents)
         self._placed = {}
-        deliveries = sequenced.deliveries
-        if len(deliveries) > ROWS_PER_READ or sequenced.events > len(sequenced.contents):
-            return
-        if deliveries.feed_ids:
+        deliveries, fed = sequenced.deliveries, len(sequenced.deliveries.feed_ids)
+        if len(deliveries) - fed > ROWS_PER_READ or sequenced.events > len(sequenced.contents):
             return
         after = epoch_seconds(sequenced.committed_after)
-        for lane_id, seq, outbox_id in deliveries.new:
+        for lane_id, seq, outbox_id in islice(deliveries.new, fed, None):
             if lane_id in owned:
                 placed = self._placed.setdefault(lane_id, [])
                 placed.append((seq, sequenced.batch, outbox_id, after))

@@ -174,8 +174,10 @@ class Cursor:
         """
         if not self.leads:
             return None
-        due = [at for at in (self._replays.poll_at, self.feeder.due_at) if at is not None]
-        return min(due, default=None)
+        replay_at = self._replays.poll_at
+        if not self.feeder.runs or (feed_at := self.feeder.due_at) is None:
+            return replay_at
+        return feed_at if replay_at is None else min(replay_at, feed_at)
 
     async def sequence_batch(self, *, asleep_s: int | None = None) -> BatchResult:
         """Sequence one batch, if there are events; take the leadership if needed.
@@ -308,7 +310,7 @@ class Cursor:
             if planned is None:
                 return self._lose_routes()
             replays = planned
-        if not watch:
+        if self.feeder.runs and not watch:
             fed = await self.feeder.next_batch(state)
         draft = await self._draft(state, router, replays, fed, watch=watch)
         if draft is None:
@@ -317,7 +319,8 @@ class Cursor:
         if not draft.has_changes:
             self.reader.committed(draft.reading, draft.change)
             self._replays.committed(replays)
-            self.feeder.rejected()
+            if fed:
+                self.feeder.rejected()
             return BatchResult.EMPTY
         try:
             written = await self._write(state, draft)
@@ -359,8 +362,12 @@ class Cursor:
         if reading is None:
             return None
         events, change = self.reader.close(reading, router)
+        if fed and not self.feeder.may_go_with(len(events)):
+            self.feeder.rejected()
+            fed = ()
         placements, failed = await self._route(events, router)
-        placements += await self.feeder.own_placements(fed, events)
+        if fed:
+            placements += await self.feeder.own_placements(fed, events)
         return _Draft(
             reading,
             change,
@@ -428,7 +435,8 @@ class Cursor:
         if draft.failed:
             self._filters.mark_stored(draft.failed)
         self._replays.committed(draft.replays)
-        self.feeder.committed(draft.fed, draft.events)
+        if self.feeder.runs:
+            self.feeder.committed(draft.fed, draft.events, draft.failed)
         if draft.events:
             self._replays.record_live_events()
         # The tracker remembers the gaps.

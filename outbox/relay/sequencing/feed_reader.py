@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from itertools import groupby
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import structlog
@@ -27,7 +25,7 @@ from outbox.store.connection.response_deadline import response_deadline
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from outbox.core.sequencing.feeds import Feed
+    from outbox.core.sequencing.feeds import Feed, Place
     from outbox.relay.sequencing.feeder import Feeder
     from outbox.relay.wake_event import WakeEvent
     from outbox.store.connection.store_connection import Worker
@@ -36,6 +34,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.sequencer")
 
+LIVE_READ_EVENTS_MAX, LIVE_PAUSE_S = 200, 0.005
+"""Events of a read, and the pause after it, while events are live: what is read takes the time of
+this process, too."""
 READ_BATCHES_MAX = 1_000
 """Batches of one read."""
 COUNT_EVERY_S = 0.25
@@ -74,6 +75,7 @@ class FeedReader:
             self._feeder.changed.clear()
             if not self._feeder.feeds:
                 continue
+            failure: BaseException | None = None
             try:
                 async with asyncio.timeout(self._read_s):
                     connection = await self._connect()
@@ -83,12 +85,13 @@ class FeedReader:
                     await self._read_all(connection)
                     terminating.cancel()
             except* (*CONNECTION_ERRORS, OutboxError) as errors:
-                reason = in_one_line(errors.exceptions[0])
-                log.warning("feeds cannot be read ahead", reason=reason)
-                self._feeder.changed.set()
+                failure = errors.exceptions[0]
+            if failure is not None:
                 # A task group that ends with an error swallows a cancellation that comes then.
                 if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise asyncio.CancelledError from None
+                    raise asyncio.CancelledError
+                log.warning("feeds cannot be read ahead", reason=in_one_line(failure))
+                self._feeder.changed.set()
                 await asyncio.sleep(REREAD_S)
 
     async def _read_all(self, connection: Worker) -> None:
@@ -102,24 +105,31 @@ class FeedReader:
                 with response_deadline(connection, self._read_s, "count what is pending"):
                     await self._count_pending(store, feeds)
                 count_at = clock() + COUNT_EVERY_S
-            hungry = sorted(feeder.hungry(), key=attrgetter("read_to"))
-            for _, some in groupby(hungry, attrgetter("read_to")):
+            was_ready = feeder.due_at is not None
+            is_idle = not (hungry := feeder.hungry())
+            while hungry:
+                # Those at one place share a read.  The leader may have moved some meanwhile.
+                place = min(feed.read_to for feed in hungry)
+                some = [feed for feed in hungry if feed.read_to == place]
+                hungry = [feed for feed in hungry if feed.read_to != place]
                 with response_deadline(connection, self._read_s, "read ahead"):
-                    await self._read(store, evaluator, [*some])
-            if feeder.due_at is not None:
+                    await self._read(store, evaluator, place, some)
+                if feeder.is_live:
+                    await asyncio.sleep(LIVE_PAUSE_S)
+            if feeder.due_at is not None and not was_ready:
                 self._wake.set()
-            if not hungry:
+            if is_idle:
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(count_at):
                         await feeder.changed.wait()
                 feeder.changed.clear()
 
     async def _read(
-        self, store: FeedStore, evaluator: FilterEvaluator, feeds: Sequence[Feed]
+        self, store: FeedStore, evaluator: FilterEvaluator, place: Place, feeds: Sequence[Feed]
     ) -> None:
         """Read the next batches of feeds at one place."""
-        place = feeds[0].read_to
-        events_max = min(READ_EVENTS_MAX, self._feeder.ahead_max)
+        events_max = LIVE_READ_EVENTS_MAX if self._feeder.is_live else READ_EVENTS_MAX
+        events_max = min(events_max, self._feeder.ahead_max)
         batches = await store.read_batches(place, events_max, READ_BATCHES_MAX)
         if not batches:
             return
@@ -129,7 +139,7 @@ class FeedReader:
             refused, failed = await evaluator.evaluate(feed.router, wanted)
             self._feeder.failed |= failed
             evaluator.mark_stored(failed)
-            note_missing(feed, feed.add(batches, split, refused))
+            note_missing(feed, feed.add(place, batches, split, refused))
 
     async def _count_pending(self, store: FeedStore, feeds: Sequence[Feed]) -> None:
         """Bound what is pending at each endpoint, until little is left of its feed."""

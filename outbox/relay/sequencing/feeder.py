@@ -15,7 +15,7 @@ import structlog
 from outbox.core.sequencing.feeds import Feed, FeedPace, Place, split_by_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from outbox.core.sequencing.feeds import FedPart
     from outbox.core.sequencing.filter_budget import FilterFailure
@@ -55,6 +55,8 @@ class Feeder:
         self._own_events = 0
         self._wait_until = 0.0
         self._last: Place | None = None
+        self.runs = False
+        """Whether there is a feed; without one, nothing else is asked of this."""
         self.failed: dict[TenantFilter, FilterFailure] = {}
         """Filters to be stopped with the next batch, because they failed ahead of it."""
         self.changed = asyncio.Event()
@@ -63,6 +65,7 @@ class Feeder:
     def forget(self) -> None:
         """Drop all cached state."""
         self._feeds.clear()
+        self.runs = False
 
     async def load(self, stopped_for_s: float) -> None:
         """Load the running feeds; what was read ahead stays, if nothing has changed."""
@@ -72,11 +75,16 @@ class Feeder:
             if feed is None or not feed.continues(loaded):
                 feed = Feed(loaded)
             feeds[loaded.id] = feed
-        self._feeds = feeds
+        self._feeds, self.runs = feeds, bool(feeds)
         if feeds:
             self.changed.set()
 
     # ------------------------------------------------------------- the reader
+
+    @property
+    def is_live(self) -> bool:
+        """Whether live events were sequenced lately."""
+        return _now() < self._pace.live_until
 
     def hungry(self) -> list[Feed]:
         """The feeds that need more events."""
@@ -118,6 +126,10 @@ class Feeder:
         at = now if now >= self._pace.live_until else self._pace.next_at
         return max(at, self._wait_until)
 
+    def may_go_with(self, own_events: int) -> bool:
+        """Whether a batch with so many live events may have what was planned."""
+        return self._pace.may_go_with(_now(), own_events)
+
     def _is_ready(self, feed: Feed) -> bool:
         return feed.ahead > 0 or self._is_near(feed)
 
@@ -126,8 +138,6 @@ class Feeder:
 
     async def next_batch(self, state: CursorState) -> list[FedPart]:
         """Plan what the next batch feeds; call `committed` or `rejected` with the result."""
-        if not self._feeds:
-            return []
         self._last = Place(state.batch, state.high)
         now = _now()
         if now < self._wait_until:
@@ -162,13 +172,14 @@ class Feeder:
             self._wait_until = _now() + WAITING_S
 
     async def _read_rest(self, feed: Feed) -> None:
-        batches = await self._store.read_batches(feed.read_to, TAIL_IDS, TAIL_BATCHES)
+        place = feed.read_to
+        batches = await self._store.read_batches(place, TAIL_IDS, TAIL_BATCHES)
         if batches:
             split = split_by_batch(batches, await self._store.read_events(batches))
             wanted = [event for some in split for event in feed.wanted(some)]
             refused, failed = await self._evaluate(feed.router, wanted)
             self.failed |= failed
-            note_missing(feed, feed.add(batches, split, refused))
+            note_missing(feed, feed.add(place, batches, split, refused))
 
     async def own_placements(
         self, parts: Sequence[FedPart], events: Sequence[RoutableEvent]
@@ -182,13 +193,16 @@ class Feeder:
                 placements += part.feed.router.placements(events, refused)
         return placements
 
-    def committed(self, parts: Sequence[FedPart], own_events: int) -> None:
-        """Apply a batch that is durable."""
+    def committed(
+        self, parts: Sequence[FedPart], own_events: int, stopped: Iterable[TenantFilter]
+    ) -> None:
+        """Apply a batch that is durable, with its number of live events and the stopped filters."""
         now = _now()
         self._own_events = own_events
         if own_events:
             self._pace.record_live_events(now)
-        self.failed.clear()
+        for each in stopped:
+            self.failed.pop(each, None)
         if any(part.deliveries for part in parts):
             self._pace.record_fed(now)
         for feed in self._feeds.values():

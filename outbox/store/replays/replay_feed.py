@@ -88,6 +88,9 @@ SELECT p.job_id, p.endpoint_id, j.kind, j.rate_per_s, e.lanes,
                           SELECT FROM subscription s
                            WHERE s.endpoint_id = e.id AND s.to_batch IS NULL)
                      THEN 'unsubscribed' END) AS end_reason,
+       EXISTS (SELECT FROM feed f
+                WHERE f.endpoint_id = p.endpoint_id AND f.after_job = p.job_id
+                  AND f.ended_at IS NULL) AS is_awaited,
        {rows_hidden("subscription")} AS hidden
   FROM replay_job_endpoint p
   JOIN replay_job j ON j.id = p.job_id

@@ -338,7 +338,9 @@ class SequencingStore:
             writer, version, self._fence, erasures,
         )  # fmt: skip
         actor = f"replica {writer}"
-        further = write_progress(batch, replays, actor) + write_feeds(batch, fed, actor)
+        further = write_progress(batch, replays, actor)
+        if fed:
+            further += write_feeds(batch, fed, actor)
         if step.old_closed or step.old_opened:
             further.append((CLOSE_OLD_GAPS, _bounds(step.old_closed)[0]))
             further.append((OPEN_OLD_GAPS, *_bounds(step.old_opened)))

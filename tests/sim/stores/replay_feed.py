@@ -66,6 +66,7 @@ END_REASONS: dict[str, EndReason] = {
 
 
 def read_parts(db: Database, tx: Transaction) -> list[JobPart]:
+    awaited = {(f["after_job"], f["endpoint_id"], f["ended_at"]) for f in tx.rows(db.feed)}
     found = []
     for part in open_parts(db, tx):
         job, e = tx.get(db.replay_job, part["job_id"]), tx.get(db.endpoint, part["endpoint_id"])
@@ -77,7 +78,15 @@ def read_parts(db: Database, tx: Transaction) -> list[JobPart]:
         if end_reason is None and job["kind"] == "history" and not is_subscribed(db, tx, e["id"]):
             end_reason = "unsubscribed"
         found.append(
-            JobPart(job["id"], e["id"], job["kind"], job["rate_per_s"], e["lanes"], end_reason)
+            JobPart(
+                job["id"],
+                e["id"],
+                job["kind"],
+                job["rate_per_s"],
+                e["lanes"],
+                end_reason,
+                is_awaited=(job["id"], e["id"], None) in awaited,
+            )
         )
     return found
 

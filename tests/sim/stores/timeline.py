@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from outbox.core.model.int_ranges import RangeSet
 from outbox.store.cluster.timeline import History
 from tests.sim.database.endpoints import add_lane
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait, perform
@@ -75,6 +76,21 @@ def begin_odometer(db: Database, tx: Transaction) -> Steps[None]:
     tx.change(db.odometer, 1, began_s=meter["seconds"])
 
 
+def forget_unsequenced_seen(db: Database, tx: Transaction) -> Steps[None]:
+    """Let feeds leave out only what is sequenced: other events may get the other ids."""
+    newest = db.batches[-1]
+    forgotten = [*newest.young, *((row["lo"], row["hi"]) for row in tx.rows(db.gap))]
+    for row in sorted(tx.rows(db.feed), key=lambda f: f["id"]):
+        if row["ended_at"] is None and row["seen"]:
+            yield Wait(db.feed, row["id"], UPDATE)
+            seen = RangeSet()
+            for lo, hi in row["seen"]:
+                seen.add(lo, min(hi, newest.high))
+            for lo, hi in forgotten:
+                seen.remove(lo, hi)
+            tx.change(db.feed, row["id"], seen=tuple(seen))
+
+
 def change_history(
     db: Database, tx: Transaction, me: int, read: CursorRow, actor: str
 ) -> Steps[None]:
@@ -92,6 +108,7 @@ def change_history(
     for endpoint_id in sorted(each["endpoint_id"] for each in tx.rows(db.ownership)):
         yield Wait(db.ownership, endpoint_id, UPDATE)
     yield from perform(begin_odometer(db, tx))
+    yield from perform(forget_unsequenced_seen(db, tx))
     yield db.pause_s()
     from_batch, begun = read.batch + 1, 0
     for e in sorted(tx.rows(db.endpoint), key=lambda e: str(e["id"])):

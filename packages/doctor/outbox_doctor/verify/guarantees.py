@@ -164,7 +164,8 @@ CHECKS: tuple[AuditCheck, ...] = (
          WHERE d.n <> r.next_seq - d.first OR d.sequences <> d.n OR d.last >= r.next_seq
             OR NOT CASE {FIRST_BATCH} WHEN 0 THEN d.first = x.seq OR EXISTS (
                         SELECT FROM replay former
-                         WHERE former.dead_id = r.dead_id AND former.to_seq + 1 = d.first)
+                         WHERE former.dead_id = r.dead_id AND former.id < r.id
+                           AND former.to_seq + 1 = d.first)
                     ELSE d.first >= x.seq END
         UNION ALL
         SELECT format('lane %s sequence %s replaces sequence %s of replay %s', d.lane_id, d.seq,

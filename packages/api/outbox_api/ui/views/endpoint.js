@@ -55,9 +55,9 @@ function actionBar(endpoint, detail, blocked) {
 }
 
 // How far an endpoint is with earlier events, which it gets before new ones.
-function feedLine({ waits, fed, left_max: left, rate_per_s: rate, missing }) {
+function feedLine({ waits, fed, left_max: left, rate_per_s: rate, missing, is_full: full }) {
   if (waits) return "what was pending when it was disabled goes first";
-  const time = rate && left ? `, in about ${duration(left / rate)}` : "";
+  const time = full ? "; it waits for its receiver" : rate && left ? `, in about ${duration(left / rate)}` : "";
   return h("span", null, `${plural(fed, "delivery", "deliveries")} so far`, left === null ? "" : `; at most ${plural(left, "event")} left${time}`,
     missing ? h("span", { class: "bad" }, `; ${plural(missing, "event is", "events are")} missing`) : null);
 }
