@@ -65,9 +65,7 @@ async def catch_up(
         process: processes a delivery as if received.
         record: records what is not processed; returns the unavailable numbers that were missing.
     """
-    missing = RangeSet()
-    for numbers in state.missing:
-        missing.add(*numbers)
+    missing = RangeSet(state.missing)
     dead_lettered, unavailable = RangeSet(), RangeSet()
     after: int | None = min((lo for lo, _ in state.missing), default=state.high + 1) - 1
     fetched = dead_letters = acknowledged = through = 0

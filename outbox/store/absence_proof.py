@@ -332,6 +332,11 @@ def multirange(ranges: Iterable[Range]) -> str:
     return f"{{{','.join(f'[{lo},{hi}]' for lo, hi in ranges)}}}"
 
 
+def ranges_of(multirange: Iterable[Any]) -> tuple[Range, ...]:
+    """An `int8multirange` as it was read, as ranges."""
+    return tuple((r.lower, r.upper - 1) for r in multirange)
+
+
 def _hidden_reason(outbox: str, row: Any) -> str:
     """What to do about a period whose partition is not attached."""
     if row is None:

@@ -19,6 +19,7 @@ from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.events.erase import DELETE_FUTURE_EVENTS, LOCK_SHARES_OF_TARGET
 from outbox.operations.replays import jobs as replay_jobs
 from outbox.relay.sequencing import feeder
+from outbox.store.absence_proof import ranges_of
 from outbox.store.sql.expressions import key_hash
 from tests.sim.agreement import (
     LATER_GENERATION,
@@ -210,9 +211,8 @@ class RealSide:
 
     async def position(self) -> Position:
         row = await self._db.fetchrow(READ_POSITION)
-        seen = tuple((r.lower, r.upper - 1) for r in row["seen"])
         batch = row["batch"], row["high"], row["at"]
-        return Position(row["incarnation"], row["timeline"] or 0, *batch, seen)
+        return Position(row["incarnation"], row["timeline"] or 0, *batch, ranges_of(row["seen"]))
 
     async def set_schedules_due(self) -> None:
         await self._db.execute("UPDATE schedule SET next_at = $1, due_at = $1", LONG_AGO)

@@ -6,20 +6,26 @@ from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 Range: TypeAlias = tuple[int, int]
 """An inclusive range: first and last integer."""
 
 
 class RangeSet:
-    """A set of integers as sorted ranges that neither overlap nor touch."""
+    """A set of integers as sorted ranges that neither overlap nor touch.
+
+    Args:
+        ranges: what it has at first, in any order; these may overlap.
+    """
 
     __slots__ = ("_his", "_los")
 
-    def __init__(self) -> None:
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self._los: list[int] = []
         self._his: list[int] = []
+        for lo, hi in ranges:
+            self.add(lo, hi)
 
     def __iter__(self) -> Iterator[Range]:
         return zip(self._los, self._his, strict=True)

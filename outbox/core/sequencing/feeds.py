@@ -85,8 +85,8 @@ def split_by_batch(
             others are ignored.
     """
     highs = [each.high for each in batches]
-    young = [_set_of(each.young) for each in batches]
-    found_in = _set_of(r for each in batches for r in each.found)
+    young = [RangeSet(each.young) for each in batches]
+    found_in = RangeSet(r for each in batches for r in each.found)
     finders = sorted((lo, hi, n) for n, each in enumerate(batches) for lo, hi in each.found)
     los = [lo for lo, _, _ in finders]
     split: list[list[PastEvent]] = [[] for _ in batches]
@@ -103,13 +103,6 @@ def split_by_batch(
         if event_id not in young[at]:
             split[at].append(past)
     return split
-
-
-def _set_of(ranges: Iterable[Range]) -> RangeSet:
-    numbers = RangeSet()
-    for lo, hi in ranges:
-        numbers.add(lo, hi)
-    return numbers
 
 
 @dataclass(slots=True)
@@ -185,7 +178,7 @@ class Feed:
         self.pending_max: int | None = 0
         """Deliveries that may be fed until the endpoint's pending ones are counted again; None: no
         limit, because little is left."""
-        self._seen = _set_of(loaded.seen)
+        self._seen = RangeSet(loaded.seen)
         self._reads: deque[ReadAhead] = deque()
         # How many of them are in the batch that is being written.
         self._taken = 0

@@ -24,18 +24,20 @@ SELECT b.batch, b.at, true AS late
 SELECT batch, at, late FROM passed WHERE NOT late
 """  # noqa: S608 (a constant only)
 
+FED_LANES = """array(
+               SELECT l.id FROM batch b, unnest(b.lanes) AS of(id)
+                 JOIN lane l ON l.id = of.id AND l.endpoint_id = f.endpoint_id
+                WHERE b.batch = f.batch)"""
+"""The lanes of a row `f` of fed_in() that have deliveries of its batch."""
+
 # Deliveries of the event from its batch, from feeds, replays and backfills.  OFFSET 0 forces one
 # index scan per lane.
-READ_DELIVERIES = """
+READ_DELIVERIES = f"""
 WITH given AS MATERIALIZED (
     SELECT d.* FROM (
            SELECT batch, lanes FROM batch WHERE batch = $2
             UNION ALL
-           SELECT f.batch, array(
-                      SELECT l.id FROM batch b, unnest(b.lanes) AS of(id)
-                        JOIN lane l ON l.id = of.id AND l.endpoint_id = f.endpoint_id
-                       WHERE b.batch = f.batch)
-             FROM fed_in($2, $1) f) b
+           SELECT f.batch, {FED_LANES} FROM fed_in($2, $1) f) b
      CROSS JOIN LATERAL unnest(b.lanes) AS lane(id)
      CROSS JOIN LATERAL (
            SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id
@@ -56,7 +58,7 @@ SELECT g.lane_id, g.batch, g.seq AS sequence, g.replay_seq, g.backfill_id AS bac
              JOIN lane was ON was.id = x.lane_id)
     ON r.id = g.replay_id
  ORDER BY e.name COLLATE "C", g.batch, g.lane_id, g.seq
-"""
+"""  # noqa: S608 (a constant only)
 
 NO_BATCH = -1
 """The batch of an event without one, in the parameters of `READ_DELIVERIES`."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.operations.criteria import find_endpoint_ids
+from outbox.operations.events.deliveries import FED_LANES
 from outbox.operations.rows import from_row
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 from outbox.store.sql.expressions import is_found_late
@@ -29,15 +30,12 @@ BATCH_OF_EVENT = f"""
             WHERE passed.late AND batch > passed.batch
               AND NOT isempty(found) AND found @> w.id ORDER BY batch LIMIT 1)) b"""  # noqa: S608
 """The batch `b` that sequenced an event `w`, with its lanes."""
-GIVEN_IN = """
+GIVEN_IN = f"""
 given_in AS MATERIALIZED (
     SELECT id, batch, lanes FROM wanted
      UNION ALL
-    SELECT w.id, f.batch, array(
-               SELECT l.id FROM batch b, unnest(b.lanes) AS of(id)
-                 JOIN lane l ON l.id = of.id AND l.endpoint_id = f.endpoint_id
-                WHERE b.batch = f.batch)
-      FROM wanted w CROSS JOIN LATERAL fed_in(w.batch, w.id) f)"""
+    SELECT w.id, f.batch, {FED_LANES}
+      FROM wanted w CROSS JOIN LATERAL fed_in(w.batch, w.id) f)"""  # noqa: S608 (a constant only)
 """The batches that have deliveries of the events `wanted`, with the lanes: their own, and those in
 which feeds gave them."""
 

@@ -9,6 +9,7 @@ from outbox.core.model.text import count
 from outbox.core.sequencing.feeds import FED_PENDING_MAX
 from outbox.operations.lanes import PENDING
 from outbox.operations.rows import from_row
+from outbox.store.sequencing.feeds import WAITS_FOR_JOB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,9 +30,7 @@ SELECT e.name AS endpoint, f.began_at, f.fed, f.expired, f.erased, f.missing, b.
        greatest(newest.high - b.high, 0) AS left_max,
        greatest(b.high - past.high, 0)
            / extract(epoch FROM clock_timestamp() - past.at)::float8 AS rate_per_s,
-       EXISTS (SELECT FROM replay_job_endpoint p
-                WHERE p.job_id = f.after_job AND p.endpoint_id = f.endpoint_id
-                  AND p.ended_at IS NULL) AS waits,
+       {WAITS_FOR_JOB} AS waits,
        {PENDING} >= 0.9 * least(e.backlog_max / 2, {FED_PENDING_MAX}) AS is_full
   FROM feed f
   JOIN endpoint e ON e.id = f.endpoint_id

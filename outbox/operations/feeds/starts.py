@@ -16,7 +16,7 @@ from outbox.core.model.position import Position
 from outbox.core.model.start import BEGINNING
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import Conflict, UsageError
-from outbox.store.absence_proof import multirange
+from outbox.store.absence_proof import multirange, ranges_of
 from outbox.store.connection.connect import map_errors
 from outbox.store.routing_change import READ_NOW
 from outbox.store.sql.message import WriteStatement
@@ -232,8 +232,7 @@ async def resolve_missed(db: Any, endpoint_id: UUID) -> FeedStart | None:
         if await db.fetchval(HAS_BEGUN, endpoint_id):
             raise Conflict(_MISSED_IS_GONE)
         return None
-    seen = tuple((r.lower, r.upper - 1) for r in row["seen"])
-    start = FeedStart(row["batch"], row["outbox_id"], row["high"], seen)
+    start = FeedStart(row["batch"], row["outbox_id"], row["high"], ranges_of(row["seen"]))
     if await _is_gone(db, start.batch - start.is_inside):
         raise Conflict(_MISSED_IS_GONE)
     return start

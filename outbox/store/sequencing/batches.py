@@ -15,7 +15,7 @@ from asyncpg import PostgresError
 
 from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders, Range
 from outbox.errors import CursorBroken
-from outbox.store.absence_proof import AbsenceProof, multirange
+from outbox.store.absence_proof import AbsenceProof, multirange, ranges_of
 from outbox.store.channels import WAKE_OWNERS
 from outbox.store.cluster import timeline
 from outbox.store.cluster.leadership import (
@@ -212,7 +212,7 @@ class SequencingStore:
         return CursorState(
             batch=row["batch"],
             high=row["high"],
-            young=tuple((r.lower, r.upper - 1) for r in row["young"]),
+            young=ranges_of(row["young"]),
             old=tuple((r["lo"], r["hi"]) for r in old),
         )
 

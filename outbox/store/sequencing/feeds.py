@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outbox.core.sequencing.feeds import LoadedFeed, PassedBatch, PastEvent, Place
 from outbox.core.sequencing.router import RoutableEvent, Route
+from outbox.store.absence_proof import ranges_of
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.row_security import rows_hidden, stop_hidden
 from outbox.store.routing_change import BEGIN_CHANGE
@@ -22,13 +23,17 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.model.int_ranges import Range
     from outbox.core.sequencing.feeds import FedPart
     from outbox.store.sql.message import WriteCall
 
-# Running feeds with their endpoints' lanes, as READ_ROUTES has subscriptions.  A feed waits for a
-# job that sends again what was pending before it.  A row without values if row security may have
-# hidden some.
+WAITS_FOR_JOB = """EXISTS (
+           SELECT FROM replay_job_endpoint p
+            WHERE p.job_id = f.after_job AND p.endpoint_id = f.endpoint_id
+              AND p.ended_at IS NULL)"""
+"""Whether a feed `f` waits for a job that sends again what was pending before it."""
+
+# Running feeds with their endpoints' lanes, as READ_ROUTES has subscriptions.  A row without values
+# if row security may have hidden some.
 READ_FEEDS = f"""
 SELECT f.id, f.endpoint_id, f.batch, f.outbox_id, f.seen, f.types, f.tenant, f.all_tenants,
        CASE WHEN f.filter_stopped_at BETWEEN clock_timestamp() - make_interval(secs => $1)
@@ -40,9 +45,7 @@ SELECT f.id, f.endpoint_id, f.batch, f.outbox_id, f.seen, f.types, f.tenant, f.a
   FROM feed f
   JOIN endpoint e ON e.id = f.endpoint_id AND e.state IN ('active', 'paused')
  WHERE f.ended_at IS NULL
-   AND NOT EXISTS (SELECT FROM replay_job_endpoint p
-                    WHERE p.job_id = f.after_job AND p.endpoint_id = f.endpoint_id
-                      AND p.ended_at IS NULL)
+   AND NOT {WAITS_FOR_JOB}
  UNION ALL
 SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
  WHERE {rows_hidden("feed", "endpoint", "lane", "replay_job_endpoint")}
@@ -177,7 +180,7 @@ class FeedStore:
                 r["id"],
                 r["endpoint_id"],
                 Place(r["batch"], r["outbox_id"]),
-                _ranges(r["seen"]),
+                ranges_of(r["seen"]),
                 Route(
                     r["endpoint_id"],
                     tuple(r["types"]),
@@ -203,8 +206,8 @@ class FeedStore:
                 r["batch"],
                 r["high_before"] or 0,
                 r["high"],
-                _ranges(r["young"]),
-                _ranges(r["found"]),
+                ranges_of(r["young"]),
+                ranges_of(r["found"]),
                 r["events"],
             )
             for r in rows
@@ -260,7 +263,3 @@ def write_feeds(batch: int, parts: Sequence[FedPart], actor: str) -> list[WriteC
     if arrived := [part.feed.id for part in parts if part.arrives]:
         calls += [(END_FEEDS, batch, arrived, actor), (BEGIN_CHANGE,), (NOTIFY_ALL,)]
     return calls
-
-
-def _ranges(multirange: Any) -> tuple[Range, ...]:
-    return tuple((r.lower, r.upper - 1) for r in multirange)

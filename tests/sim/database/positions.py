@@ -23,7 +23,7 @@ def take_position(db: Database, tx: Transaction) -> tuple[Position, Collection[i
     incarnation, newest = incarnation_of(db, tx), db.batches[-1]
     if incarnation is None:
         return None
-    gaps = [*newest.young, *((row["lo"], row["hi"]) for row in tx.rows(db.gap))]
+    gaps = db.open_gaps(tx)
     unsequenced = (
         i for i in db.outbox_ids if i > newest.high or any(lo <= i <= hi for lo, hi in gaps)
     )

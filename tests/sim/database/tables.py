@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
 
+    from outbox.core.model.int_ranges import Range
     from outbox.core.sequencing.partition_window import WindowKind
     from tests.sim.clockwork import World
     from tests.sim.database.backend import Backend
@@ -203,6 +204,11 @@ class Database(Engine):
 
     def later(self, seconds: float) -> datetime:
         return datetime.fromtimestamp(self.wall() + seconds, UTC)
+
+    def open_gaps(self, tx: Transaction) -> list[Range]:
+        """The ids up to the newest batch's `high` that are not sequenced, in ascending order."""
+        old = ((gap["lo"], gap["hi"]) for gap in tx.rows(self.gap))
+        return sorted([*self.batches[-1].young, *old])
 
     # ------------------------------------------------------------- sequences
 

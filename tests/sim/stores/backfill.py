@@ -85,9 +85,7 @@ def find_endpoint(db: Database, tx: Transaction, name: str) -> tuple[UUID, str, 
 
 def read_cursor(db: Database, tx: Transaction) -> tuple[int, Sequence[Range]]:
     """The highest id that is sequenced, and the open gaps below it."""
-    newest = db.batches[-1]
-    old = ((gap["lo"], gap["hi"]) for gap in tx.rows(db.gap))
-    return newest.high, sorted([*newest.young, *old])
+    return db.batches[-1].high, db.open_gaps(tx)
 
 
 def read_oldest(db: Database, tx: Transaction) -> int:

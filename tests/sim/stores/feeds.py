@@ -150,11 +150,9 @@ def read_waiting(db: Database, tx: Transaction, feed_ids: Sequence[int]) -> set[
 
 
 def _has_unsequenced(db: Database, tx: Transaction, seen: Sequence[Range]) -> bool:
-    newest = db.batches[-1]
-    gaps = [*newest.young, *((row["lo"], row["hi"]) for row in tx.rows(db.gap))]
+    high, gaps = db.batches[-1].high, db.open_gaps(tx)
     return any(
-        hi > newest.high or any(lo <= last and hi >= first for first, last in gaps)
-        for lo, hi in seen
+        hi > high or any(lo <= last and hi >= first for first, last in gaps) for lo, hi in seen
     )
 
 

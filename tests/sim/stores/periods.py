@@ -180,8 +180,7 @@ def settle_period(db: Database, tx: Transaction, number: int) -> bool:
     """Settle a period if all its events are sequenced, now and later; returns whether it did."""
     first, end = number * partition_window.WIDTH, (number + 1) * partition_window.WIDTH
     newest = db.batches[-1]
-    gaps = [*newest.young, *((row["lo"], row["hi"]) for row in tx.rows(db.gap))]
-    if db.last_id < end - 1 or any(lo < end and hi >= first for lo, hi in gaps):
+    if db.last_id < end - 1 or any(lo < end and hi >= first for lo, hi in db.open_gaps(tx)):
         return False
     above = bisect_left(db.outbox_ids, newest.high + 1) < bisect_left(db.outbox_ids, end)
     if newest.high < end - 1 and (db.holders or above):

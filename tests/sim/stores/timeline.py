@@ -78,15 +78,12 @@ def begin_odometer(db: Database, tx: Transaction) -> Steps[None]:
 
 def forget_unsequenced_seen(db: Database, tx: Transaction) -> Steps[None]:
     """Let feeds leave out only what is sequenced: other events may get the other ids."""
-    newest = db.batches[-1]
-    forgotten = [*newest.young, *((row["lo"], row["hi"]) for row in tx.rows(db.gap))]
+    high, gaps = db.batches[-1].high, db.open_gaps(tx)
     for row in sorted(tx.rows(db.feed), key=lambda f: f["id"]):
         if row["ended_at"] is None and row["seen"]:
             yield Wait(db.feed, row["id"], UPDATE)
-            seen = RangeSet()
-            for lo, hi in row["seen"]:
-                seen.add(lo, min(hi, newest.high))
-            for lo, hi in forgotten:
+            seen = RangeSet((lo, min(hi, high)) for lo, hi in row["seen"])
+            for lo, hi in gaps:
                 seen.remove(lo, hi)
             tx.change(db.feed, row["id"], seen=tuple(seen))
 
