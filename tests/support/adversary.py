@@ -31,6 +31,8 @@ class Workload:
         dawdle_s: the maximal delay (seconds).
         hasty_share: the share of a replica's lives in which gaps become old sooner.
         take_chance: the probability of a takeover from another replica, per eligible batch.
+        actions_per_s: how many actions of the producers a second of the run has at least: a busy
+            machine takes longer for as many.
     """
 
     kinds: Mapping[str, int]
@@ -48,9 +50,11 @@ class Workload:
     dawdle_s: float = 0.004
     hasty_share: float = 0.5
     take_chance: float = 0.02
+    actions_per_s: float = 0.0
 
 
-EVERYTHING = Workload(EVERY_KIND)
+# A third of what an idle machine does.
+EVERYTHING = Workload(EVERY_KIND, actions_per_s=50.0)
 
 
 class Run:
@@ -66,6 +70,7 @@ class Run:
         may_crash: bool,
     ) -> None:
         self._database = database
+        self._actions_per_s = workload.actions_per_s
         self.done: Counter[str] = Counter()
         """The number of actions of the producers, by kind."""
         self.replicas = [
@@ -97,9 +102,18 @@ class Run:
         self.producing: list[asyncio.Task[None]] = []
 
     async def last(self, seconds: float) -> None:
-        """Let the run continue; this is its length, not a wait for a condition."""
+        """Let the run continue; this is its length, not a wait for a condition.
+
+        It lasts longer on a machine where the producers have not done enough by then.
+        """
+        actions = self.done.total() + self._actions_per_s * seconds
         async with self._database.connection() as connection:
             await connection.execute("SELECT pg_sleep($1)", seconds)
+        await until(
+            lambda: self.done.total() >= actions,
+            60 + 2 * seconds,
+            f"the producers to have done {actions:.0f} actions",
+        )
 
     def pause_replicas(self) -> None:
         """Stop all replicas after their turns, as crashes would."""

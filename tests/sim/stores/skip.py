@@ -56,7 +56,9 @@ async def skip_delivery(
 def read_lane(db: Database, tx: Transaction, endpoint_id: UUID, name: str) -> tuple[int, int, int]:
     """The id of a lane, its last acknowledged and its last sequence number."""
     for row in tx.rows(db.lane):
-        if lane_name(row["endpoint_id"], row["generation"], row["slot"]) == name:
+        # A name has only the first digits of its endpoint's id.
+        own = row["endpoint_id"] == endpoint_id
+        if own and lane_name(endpoint_id, row["generation"], row["slot"]) == name:
             lane_id = row["id"]
             p, c = tx.get(db.lane_progress, lane_id), tx.get(db.lane_counter, lane_id)
             assert p is not None
