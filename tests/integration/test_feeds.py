@@ -48,6 +48,10 @@ SELECT EXISTS (SELECT FROM feed) AND NOT EXISTS (SELECT FROM feed WHERE ended_at
 """
 ENDED = "SELECT NOT EXISTS (SELECT FROM replay_job_endpoint WHERE ended_at IS NULL)"
 TAKE = "SELECT snapshot_position()"
+PROMOTE = """
+CREATE OR REPLACE FUNCTION server_timeline() RETURNS bigint
+LANGUAGE sql STABLE AS 'SELECT 2::bigint'
+"""
 
 
 @pytest.fixture
@@ -329,7 +333,7 @@ async def test_without_catching_up_the_rest_of_a_feed_is_not_sent(database: Data
     ("damage", "reason"),
     [
         ("UPDATE incarnation SET id = gen_random_uuid()", "restored"),
-        ("UPDATE cursor SET timeline = timeline + 1", "promoted"),
+        (PROMOTE, "promoted"),
         ("UPDATE batch SET at = at - interval '1 s'", "lost"),
         ("UPDATE batch SET high = high + 1", "lost"),
         (
@@ -349,6 +353,49 @@ async def test_a_position_that_is_not_exact_any_more_is_refused(
     await fetchval(database, damage)
     with pytest.raises(Conflict, match=reason):
         await add_endpoint(database, "second", start=start)
+    assert await fetchval(database, "SELECT count(*) FROM endpoint") == 1
+
+
+@pytest.mark.parametrize("requested", ["identity = 'restored'", "timeline = 0"])
+async def test_a_position_of_what_came_after_a_disk_snapshot_is_refused(
+    database: Database, requested: str
+) -> None:
+    """The restored snapshot has all that identifies the database, and other events get the ids."""
+    await add_endpoint(database, "first")
+    await sequenced(database, *range(3))
+    start = await position(database)
+    await fetchval(database, f"UPDATE cursor SET {requested}")
+    with pytest.raises(Conflict, match="no relay has run since"):
+        await add_endpoint(database, "second", start=start)
+    await sequenced(database, 3)
+    with pytest.raises(Conflict, match="before it was restored"):
+        await add_endpoint(database, "second", start=start)
+    start = await position(database)
+    network = Network()
+    await add_endpoint(database, "second", start=start)
+    async with running(database, network):
+        await publish(database, 4)
+        await arrived(database)
+    assert data(network, "second") == [4]
+    assert await exceptions(database) == {}
+
+
+async def test_a_position_is_not_used_on_a_promoted_server_that_its_message_reaches(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy may change servers between the plan and its message."""
+    await add_endpoint(database, "first")
+    await sequenced(database, *range(3))
+    resolve_start = endpoint_changes.resolve_start
+
+    async def resolve_and_promote(db: Any, start: Any) -> Any:
+        found = await resolve_start(db, start)
+        await fetchval(database, PROMOTE)
+        return found
+
+    monkeypatch.setattr(endpoint_changes, "resolve_start", resolve_and_promote)
+    with pytest.raises(Conflict, match="promoted"):
+        await add_endpoint(database, "second", start=await position(database))
     assert await fetchval(database, "SELECT count(*) FROM endpoint") == 1
 
 

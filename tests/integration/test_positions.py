@@ -1,119 +1,45 @@
 """Positions under fire: an endpoint that begins at one gets exactly what its snapshot did not see.
 
-Producers of every kind write while replicas restart, forget and lose their connections.  Snapshots
-read the application's counters, the events that they see, and a position; for each an endpoint
-begins there, while the relays run, or while all of them are stopped.
+Producers of every kind write while replicas restart, forget and lose their connections.  For each
+snapshot an endpoint begins at its position, while the relays run, or while all of them are stopped.
 """
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.model.endpoint_settings import EndpointSettings
-from outbox.core.model.position import parse_position
-from outbox.core.sequencing import feeds
-from outbox.operations.endpoints import changes as endpoint_changes
-from outbox.relay.sequencing import feed_reader, feeder
 from tests.support.adversary import running
-from tests.support.relay import exceptions
-from tests.support.waiting import until
+from tests.support.positions import (
+    begin_at,
+    expect_exact,
+    lost_by_greatest_id,
+    make_small_steps,
+    take_snapshot,
+    until_all_arrived,
+)
 
 if TYPE_CHECKING:
     import random
     from uuid import UUID
 
-    from asyncpg import Connection
-
+    from tests.support.positions import Taken
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.system
 
 SNAPSHOTS_PER_S, SNAPSHOTS_MAX = 4, 60
-LEVELS = ("REPEATABLE READ", "REPEATABLE READ READ ONLY", "SERIALIZABLE READ ONLY DEFERRABLE")
-HAVE_ARRIVED = "SELECT NOT EXISTS (SELECT FROM relay.feed WHERE ended_at IS NULL)"
-DELIVERED = """
-SELECT d.outbox_id, o.key, (o.payload ->> 'v')::bigint AS v
-  FROM relay.delivery d
-  JOIN relay.lane l ON l.id = d.lane_id
-  JOIN relay.outbox o ON o.id = d.outbox_id
- WHERE l.endpoint_id = $1 ORDER BY d.lane_id, d.seq
-"""
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A snapshot: its position, the events that it sees, and the counters by key."""
-
-    position: str
-    ids: frozenset[int]
-    counters: dict[str, int]
 
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch, cursor_seconds: float) -> None:
-    """Places inside batches, many reads and many batches for each feed."""
-    # After a long run, the rest is fed in fewer batches.
-    monkeypatch.setattr(feeds, "IDLE_MAX", max(40, int(10 * cursor_seconds)))
-    monkeypatch.setattr(feeds, "LIVE_MAX", 40)
-    monkeypatch.setattr(feeds, "LIVE_PER_S", 1e6)
-    monkeypatch.setattr(feed_reader, "READ_EVENTS_MAX", 25)
-    monkeypatch.setattr(feed_reader, "COUNT_EVERY_S", 0.02)
-    monkeypatch.setattr(feeder, "TAIL_IDS", 30)
+    make_small_steps(monkeypatch, cursor_seconds)
 
 
-async def take_snapshot(database: Database, rng: random.Random) -> Taken:
-    """Take a snapshot in a transaction of its own."""
+async def snapshot(database: Database, rng: random.Random) -> Taken:
     async with database.connection() as db:
-        await db.execute(f"BEGIN ISOLATION LEVEL {rng.choice(LEVELS)}")
-        late = rng.random() < 0.3
-        if late:
-            # The snapshot is older than the position.
-            await db.execute("SELECT count(*) FROM app.account")
-            await asyncio.sleep(rng.random() * 0.05)
-        position = await db.fetchval("SELECT relay.snapshot_position()")
-        ids = await db.fetchval("SELECT array_agg(id) FROM relay.outbox")
-        rows = await db.fetch("SELECT k, v FROM app.account")
-        await db.execute("COMMIT")
-    return Taken(position, frozenset(ids or ()), {f"k{k}": v for k, v in rows})
-
-
-async def begin_at(database: Database, taken: Taken, name: str, lanes: int) -> UUID:
-    """An endpoint that begins at a position."""
-    async with database.at_hand() as db:
-        settings = EndpointSettings(name=name, url="http://127.0.0.1/", lanes=lanes)
-        start = parse_position(taken.position)
-        new = await endpoint_changes.add_endpoint(
-            db, database.schema, settings, actor="test", start=start
-        )
-    return new.id
-
-
-async def difference(db: Connection[Any], endpoint_id: UUID, taken: Taken) -> dict[str, Any]:
-    """What an endpoint should have got and has not, or the reverse; and keys out of order."""
-    rows = await db.fetch(DELIVERED, endpoint_id)
-    ids = [row["outbox_id"] for row in rows]
-    seen = dict(taken.counters)
-    wrong = []
-    for row in rows:
-        if row["v"] is not None and row["key"] in seen:
-            if row["v"] != seen[row["key"]] + 1:
-                wrong.append((row["key"], seen[row["key"]], row["v"]))
-            seen[row["key"]] = row["v"]
-    final = await db.fetch("SELECT k, v FROM app.account")
-    every = {row["id"] for row in await db.fetch("SELECT id FROM relay.outbox")}
-    wanted = every - taken.ids
-    found = {
-        "lost": sorted(wanted - set(ids))[:5],
-        "seen before": sorted(set(ids) & taken.ids)[:5],
-        "twice": len(ids) - len(set(ids)),
-        "versions": wrong[:5],
-        "end": {f"k{k}": (v, seen[f"k{k}"]) for k, v in final if seen[f"k{k}"] != v},
-    }
-    return {name: value for name, value in found.items() if value}
+        return await take_snapshot(db, rng)
 
 
 @pytest.mark.slow
@@ -123,17 +49,16 @@ async def test_the_stream_after_a_position_is_what_its_snapshot_did_not_see(
     begun: list[tuple[UUID, Taken]] = []
     async with running(database, rng) as run:
         await run.last(cursor_seconds / 8)
-        early = await take_snapshot(database, rng)
+        early = await snapshot(database, rng)
         snapshots = min(int(cursor_seconds * SNAPSHOTS_PER_S), SNAPSHOTS_MAX)
         for n in range(snapshots):
-            taken = await take_snapshot(database, rng) if rng.random() < 0.8 else early
+            taken = await snapshot(database, rng) if rng.random() < 0.8 else early
             await run.last(rng.random() * cursor_seconds / snapshots)
             begun.append(
                 (await begin_at(database, taken, f"from {n}", rng.choice((1, 2, 5))), taken)
             )
         await run.finish()
-        async with database.connection() as db:
-            await until_all_arrived(db, cursor_seconds)
+        await until_all_arrived(database, cursor_seconds)
     await expect_exact(database, begun)
     # Where the usual way is right, the run proves nothing.
     assert await lost_by_greatest_id(database, begun)
@@ -149,40 +74,10 @@ async def test_a_position_that_is_taken_and_used_without_a_relay_is_exact(
         run.pause_replicas()
         for n in range(min(int(cursor_seconds * SNAPSHOTS_PER_S / 3), SNAPSHOTS_MAX)):
             await run.last(0.1)
-            taken = await take_snapshot(database, rng)
+            taken = await snapshot(database, rng)
             begun.append((await begin_at(database, taken, f"from {n}", 3), taken))
-        assert any(parse_position(taken.position).seen for _, taken in begun)
+        assert any(taken.position.seen for _, taken in begun)
         run.resume_replicas()
         await run.finish()
-        async with database.connection() as db:
-            await until_all_arrived(db, cursor_seconds)
+        await until_all_arrived(database, cursor_seconds)
     await expect_exact(database, begun)
-
-
-async def until_all_arrived(db: Connection[Any], cursor_seconds: float) -> None:
-    await until(
-        lambda: db.fetchval(HAVE_ARRIVED),
-        what="every endpoint to subscribe",
-        timeout_s=60 + 2 * cursor_seconds,
-    )
-
-
-async def expect_exact(database: Database, begun: list[tuple[UUID, Taken]]) -> None:
-    async with database.connection() as db:
-        wrong = {str(each): await difference(db, each, taken) for each, taken in begun}
-        fed = await db.fetchval("SELECT count(*) FROM relay.delivery WHERE feed_id IS NOT NULL")
-    assert {each: found for each, found in wrong.items() if found} == {}
-    # A run without fed deliveries proves nothing.
-    assert fed > 10 * len(begun)
-    assert await exceptions(database) == {}
-
-
-async def lost_by_greatest_id(database: Database, begun: list[tuple[UUID, Taken]]) -> int:
-    """How many events are lost if the stream goes on after the greatest id that a snapshot sees."""
-    async with database.connection() as db:
-        every = [row["id"] for row in await db.fetch("SELECT id FROM relay.outbox")]
-    lost = 0
-    for _, taken in begun:
-        greatest = max(taken.ids, default=0)
-        lost += sum(event_id <= greatest and event_id not in taken.ids for event_id in every)
-    return lost

@@ -152,7 +152,7 @@ class Operator:
             sim.checker.fed.starts[settings.name] = taken[1]
         await self._try(endpoint_changes.add_endpoint, settings, start=start)
 
-    async def _take_position(self) -> tuple[Position, Collection[int]] | None:
+    async def _take_position(self) -> tuple[Position, Collection[UUID]] | None:
         connection = Connection(self._sim.database, self._sim.operator_process, "application")
         try:
             await connection.open()

@@ -78,7 +78,7 @@ class Restores:
         kind = self._rng.choices(("dump", "snapshot", "dump in place"), (4, 3, 3))[0]
         identity = f"1/{db.restores + 2}" if kind == "dump" else db.identity
         dumps.restore(db, dumped, identity)
-        shown = {"identity": "restored"} if kind == "snapshot" else {"incarnation": False}
+        shown = {"identity": "restored"} if kind == "snapshot" else {"incarnation": None}
         db.cursor.rows[1] = {**db.cursor.rows[1], **shown}
         # Together, because they refer to the same records of lanes.
         for each, values in zip(self._parts, deepcopy(records), strict=True):

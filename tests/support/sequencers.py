@@ -142,10 +142,9 @@ def settings(database: Database, **values: Any) -> Settings:
 
 
 async def session(database: Database, **options: Any) -> Connection:
-    """A connection like the relay's: the search path is the schema alone."""
-    return await database.connect(
-        server_settings={"search_path": database.schema, "jit": "off"}, **options
-    )
+    """A connection like the relay's: its search path is the schema, and its commits are durable."""
+    like_relay = {"search_path": database.schema, "jit": "off", "synchronous_commit": "on"}
+    return await database.connect(server_settings=like_relay, **options)
 
 
 async def add_endpoints(database: Database, *lanes: int) -> None:

@@ -43,10 +43,12 @@ SELECT greatest(log.first, events.last) AS batch, events.until
          WHERE kind = 'events' AND dropped_at IS NOT NULL) events
 """  # noqa: S608 (constants only)
 
-# A batch, and what a position of it must agree with.
+# A batch, and what a position of it must agree with.  The timeline is the server's: after a
+# promotion, the stored one is the former one until a relay runs.
 READ_BATCH = f"""
-SELECT b.high, b.at, g.batch AS gone, g.until AS gone_until, c.timeline, i.id AS incarnation,
-       (SELECT max(batch) FROM batch) AS newest
+SELECT b.high, b.at, g.batch AS gone, g.until AS gone_until,
+       coalesce(server_timeline(), c.timeline) AS timeline, i.id AS incarnation,
+       history_changed() AS history_changed, (SELECT max(batch) FROM batch) AS newest
   FROM cursor c
   LEFT JOIN incarnation i ON i.by_xid = i.xmin::text::bigint
  CROSS JOIN ({_GONE}) g
@@ -78,11 +80,12 @@ SELECT count(*)
    AND NOT $3::int8multirange @> o.id AND {MATCHES} AND {FILTER_MET} IS NOT FALSE
 """  # noqa: S608 (constants only)
 
-# Aborts if a batch was changed or dropped since it was read, or events of later batches were.
+# Aborts if a batch was changed or dropped since it was read, or events of later batches were.  That
+# of a position ($4) aborts on a server of another history, to which a proxy may have passed it.
 REQUIRE_START = WriteStatement(
     "require_start",
     f"""
-SELECT abort_unless(EXISTS (
+SELECT abort_unless(NOT ($4 AND history_changed()) AND EXISTS (
     SELECT FROM ({_GONE}) g, batch b
      WHERE b.batch = $1 AND b.high = $2 AND coalesce(g.batch, 0) <= $3))
 """,  # noqa: S608 (constants only)
@@ -151,6 +154,8 @@ class FeedStart:
     high: int
     """The greatest id that the batch has passed."""
     seen: tuple[Ids, ...] = ()
+    is_position: bool = False
+    """Whether this is what a position says, which holds in its history only."""
 
     @property
     def is_inside(self) -> bool:
@@ -168,7 +173,7 @@ async def resolve_start(db: Any, start: Start) -> FeedStart:
     if isinstance(start, Position):
         row = await db.fetchrow(READ_BATCH, start.batch)
         _check_position(start, row)
-        return FeedStart(start.batch, start.high, start.high, start.seen)
+        return FeedStart(start.batch, start.high, start.high, start.seen, is_position=True)
     if start == BEGINNING:
         batch = await db.fetchval(READ_OLDEST)
     else:
@@ -203,6 +208,11 @@ def _check_position(position: Position, row: Any) -> None:
         raise Conflict(
             "from: the server was promoted since this position was taken, which may have lost "
             "commits; take a new snapshot"
+        )
+    if row["history_changed"]:
+        raise Conflict(
+            "from: the database was restored or copied, and no relay has run since; start the "
+            "relay, and take a new snapshot"
         )
     if row["gone"] is not None and position.batch < row["gone"]:
         until = row["gone_until"]
@@ -283,7 +293,8 @@ def begin_feed(
     Args:
         after_new_job: first what a replay job sends that this change adds.
     """
-    change.write(REQUIRE_START, start.batch, start.high, start.batch - start.is_inside)
+    passed = start.batch - start.is_inside
+    change.write(REQUIRE_START, start.batch, start.high, passed, start.is_position)
     change.write(
         BEGIN_FEED, endpoint_id, start.batch, start.outbox_id, multirange(start.seen), after_new_job
     )

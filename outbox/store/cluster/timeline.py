@@ -26,6 +26,9 @@ from a session that a proxy moves to another server while a lease runs, and from
 while the state under it is restored: both have the replica's row with its lease.  Another database
 is reached only if an operator directs a proxy to it, and the guide has them stop the relays before.
 
+Feeds go on with what their positions have seen.  A feed is committed after these events, so a state
+that has the feed has the events, too, under the same ids.
+
 A restore is seen before it is complete.  Lanes that are begun in the middle of it lack what is
 restored later, and nothing would repair that, so the message proves that the state is whole.
 """
@@ -71,6 +74,9 @@ SELECT abort_unless(EXISTS (SELECT FROM changed))
 
 COUNTER_RESTORED = "OB002"
 """The error code of `advance_lane_counter` for a counter that does not prove itself."""
+
+REQUESTED_TIMELINE = 0
+"""The stored timeline that requests new lanes, for servers that report no identity."""
 
 INCOMPLETE = "this state was restored, and is not complete: {}; finish the restore"
 """Why no new lanes are begun."""
@@ -140,14 +146,14 @@ REQUIRE_WHOLE = WriteStatement(
     f"SELECT abort_unless(({RESTORE_PROBLEM}) IS NULL)",
 )
 
-# Only if it does not hold: a new incarnation ends all sessions, the leader's, too.
+# Also if it holds, as in a snapshot of the disks: a position that was taken after that snapshot has
+# seen ids which other events get now.  A new incarnation ends all sessions, the leader's, too.
 BEGIN_INCARNATION = WriteStatement(
     "begin_incarnation",
     f"""
-INSERT INTO incarnation AS i (by_xid) VALUES ({CURRENT_XID})
+INSERT INTO incarnation (by_xid) VALUES ({CURRENT_XID})
     ON CONFLICT (one) DO UPDATE SET id = excluded.id, by_xid = excluded.by_xid
-                      WHERE NOT {proves_itself("i")}
-""",  # noqa: S608 (constants only)
+""",  # noqa: S608 (a constant only)
 )
 
 # Retention counts from the restore: what a dump or a backup of the disks brings back was not there
@@ -171,19 +177,6 @@ WITHDRAW_INCARNATION = WriteStatement(
 # order, as every statement that locks several, to avoid deadlocks.
 LOCK_EPOCHS = WriteStatement(
     "lock_epochs", "SELECT FROM ownership ORDER BY endpoint_id FOR NO KEY UPDATE"
-)
-
-# Feeds leave out what their position has seen; the ids of it that no batch has sequenced may belong
-# to other events now, which must not be lost.
-FORGET_UNSEQUENCED_SEEN = WriteStatement(
-    "forget_unsequenced_seen",
-    """
-UPDATE feed f
-   SET seen = seen - int8multirange(int8range(b.high, NULL, '(]')) - b.young
-              - (SELECT coalesce(range_agg(int8range(lo, hi, '[]')), '{}') FROM gap)
-  FROM (SELECT high, young FROM batch ORDER BY batch DESC LIMIT 1) b
- WHERE f.ended_at IS NULL AND NOT isempty(f.seen)
-""",
 )
 
 # Begins a new generation of lanes for every endpoint, including paused and disabled ones, which
@@ -291,7 +284,9 @@ def begin_timeline(replica_id: int, row: CursorRow, actor: str) -> list[WriteCal
     new = known.updated_from(server)
     if not row.begins_history:
         return [(SET_FIRST_TIMELINE, new.timeline, new.identity, replica_id, version)]
-    restored = not (row.incarnation and History(None, known.identity).continues_as(server))
+    restored = known.timeline == REQUESTED_TIMELINE or not (
+        row.incarnation and History(None, known.identity).continues_as(server)
+    )
     whole: list[WriteCall] = [
         (REQUIRE_WHOLE,),
         (ADVANCE_SEQUENCES,),
@@ -302,7 +297,6 @@ def begin_timeline(replica_id: int, row: CursorRow, actor: str) -> list[WriteCal
         (LOCK_EPOCHS,),
         *(whole if restored else ()),
         (BEGIN_ODOMETER,),
-        (FORGET_UNSEQUENCED_SEEN,),
         (BEGIN_GENERATIONS, row.batch + 1, actor, known.timeline, new.timeline, restored),
         (NOTIFY_ALL,),
     ]

@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outbox.core.model.position import Position
-from tests.sim.stores.starts import incarnation_of
+from tests.sim.stores.timeline import incarnation_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
+    from uuid import UUID
 
     from outbox.core.model.int_ranges import Range
     from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database
 
 
-def take_position(db: Database, tx: Transaction) -> tuple[Position, Collection[int]] | None:
-    """The position of a snapshot, and the events that it contains.
+def take_position(db: Database, tx: Transaction) -> tuple[Position, Collection[UUID]] | None:
+    """The position of a snapshot, and the events that it contains, whose ids may be given again.
 
     None: the database was restored, and no relay has noticed it yet.
     """
@@ -29,7 +30,7 @@ def take_position(db: Database, tx: Transaction) -> tuple[Position, Collection[i
     )
     seen = tuple(_ranges(unsequenced))
     position = Position(incarnation, 0, newest.batch, newest.high, newest.at, seen)
-    return position, frozenset(db.outbox)
+    return position, frozenset(event.event_id for event in db.outbox.values())
 
 
 def _ranges(ids: Iterable[int]) -> list[Range]:

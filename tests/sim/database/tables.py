@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import UUID
 from zlib import crc32
 
 from asyncpg import InFailedSQLTransactionError
@@ -20,7 +21,6 @@ from tests.sim.database.engine import Engine, Table
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
-    from uuid import UUID
 
     from outbox.core.model.int_ranges import Range
     from outbox.core.sequencing.partition_window import WindowKind
@@ -136,7 +136,7 @@ class Database(Engine):
             "version": 1,
             "erasures": 0,
             "identity": None,
-            "incarnation": True,
+            "incarnation": UUID(int=0),
         }
         self.lag_report = Table("lag_report")
         self.lag_report.rows[1] = {"lagging": False, "lagging_at": None}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
-from uuid import UUID
 
 from asyncpg import Range
 
@@ -16,6 +15,8 @@ from tests.sim.stores.change import new_job
 from tests.sim.stores.routing_change import read_now
 
 if TYPE_CHECKING:
+    from uuid import UUID
+
     from outbox.core.model.start import Start
     from outbox.operations.feeds.starts import FeedStart
     from tests.sim.database.connection import Connection
@@ -87,9 +88,8 @@ def read_oldest(db: Database, tx: Transaction) -> int:
     return read_gone(db, tx).batch
 
 
-def incarnation_of(db: Database, tx: Transaction) -> UUID | None:
-    """The id of the state; each restored one has another."""
-    return UUID(int=db.restores) if timeline.incarnation_holds(db, tx) else None
+def history_changed(db: Database, tx: Transaction) -> bool:
+    return timeline.history_changed(db, tx)
 
 
 def read_batch(db: Database, tx: Transaction, batch: int) -> Row:
@@ -101,7 +101,8 @@ def read_batch(db: Database, tx: Transaction, batch: int) -> Row:
         "gone": gone.batch,
         "gone_until": gone.until,
         "timeline": None,
-        "incarnation": incarnation_of(db, tx),
+        "incarnation": timeline.incarnation_of(db, tx),
+        "history_changed": history_changed(db, tx),
         "newest": kept[-1].batch,
     }
 
@@ -152,7 +153,10 @@ def has_begun(db: Database, tx: Transaction, endpoint_id: UUID) -> bool:
 
 
 def require_start(db: Database, tx: Transaction, start: FeedStart) -> None:
-    """Abort if a batch was changed or dropped since it was read, or events of later ones were."""
+    """Abort if a batch was changed or dropped since it was read, or events of later ones were, and
+    if a position is of another history.
+    """
+    abort_unless(not (start.is_position and history_changed(db, tx)))
     found = _find(feeds.kept_batches(db, tx), start.batch)
     abort_unless(found is not None and found.high == start.high)
     abort_unless(read_gone(db, tx).batch <= start.batch - start.is_inside)

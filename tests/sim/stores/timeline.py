@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from uuid import UUID
 
-from outbox.core.model.int_ranges import RangeSet
 from outbox.store.cluster.timeline import History
 from tests.sim.database.endpoints import add_lane
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait, perform
@@ -38,10 +38,21 @@ def history_of_cursor(db: Database, tx: Transaction) -> History:
 
 
 def incarnation_holds(db: Database, tx: Transaction) -> bool:
-    """Whether the state was written here; a column of the cursor row stands in for the table."""
+    """Whether the state was written here."""
+    return incarnation_of(db, tx) is not None
+
+
+def incarnation_of(db: Database, tx: Transaction) -> UUID | None:
+    """The id of the state, in a column of the cursor row; None: it was restored."""
     row = tx.get(db.cursor, 1)
     assert row is not None
-    return bool(row["incarnation"])
+    found: UUID | None = row["incarnation"]
+    return found
+
+
+def new_incarnation(db: Database, former: UUID | None) -> UUID:
+    """The id of a restored state from now on."""
+    return UUID(int=db.rng.getrandbits(128))
 
 
 def history_changed(db: Database, tx: Transaction) -> bool:
@@ -76,18 +87,6 @@ def begin_odometer(db: Database, tx: Transaction) -> Steps[None]:
     tx.change(db.odometer, 1, began_s=meter["seconds"])
 
 
-def forget_unsequenced_seen(db: Database, tx: Transaction) -> Steps[None]:
-    """Let feeds leave out only what is sequenced: other events may get the other ids."""
-    high, gaps = db.batches[-1].high, db.open_gaps(tx)
-    for row in sorted(tx.rows(db.feed), key=lambda f: f["id"]):
-        if row["ended_at"] is None and row["seen"]:
-            yield Wait(db.feed, row["id"], UPDATE)
-            seen = RangeSet((lo, min(hi, high)) for lo, hi in row["seen"])
-            for lo, hi in gaps:
-                seen.remove(lo, hi)
-            tx.change(db.feed, row["id"], seen=tuple(seen))
-
-
 def change_history(
     db: Database, tx: Transaction, me: int, read: CursorRow, actor: str
 ) -> Steps[None]:
@@ -100,12 +99,12 @@ def change_history(
         return
     if not new.continues_as(history_of_server(db)):
         return
-    changed = {"identity": new.identity, "incarnation": True, "version": row["version"] + 1}
+    incarnation = new_incarnation(db, row["incarnation"])
+    changed = {"identity": new.identity, "incarnation": incarnation, "version": row["version"] + 1}
     tx.change(db.cursor, 1, **changed)
     for endpoint_id in sorted(each["endpoint_id"] for each in tx.rows(db.ownership)):
         yield Wait(db.ownership, endpoint_id, UPDATE)
     yield from perform(begin_odometer(db, tx))
-    yield from perform(forget_unsequenced_seen(db, tx))
     yield db.pause_s()
     from_batch, begun = read.batch + 1, 0
     for e in sorted(tx.rows(db.endpoint), key=lambda e: str(e["id"])):
