@@ -19,7 +19,6 @@ from outbox.operations.replays import backfill
 from outbox.store.retention.partitions import PartitionStore
 from outbox.store.retention.periods import RetentionStore
 from outbox_doctor.trace import queries as trace
-from tests.integration.test_retention import Maintainer, checkpointed
 from tests.support.relay import (
     BUSY,
     OK,
@@ -32,6 +31,7 @@ from tests.support.relay import (
     publish,
     running,
 )
+from tests.support.retention import Maintainer, checkpointed
 from tests.support.tiers import sampled
 from tests.support.waiting import until
 

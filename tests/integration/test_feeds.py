@@ -20,6 +20,7 @@ from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.operations.endpoints import states as endpoint_states
 from outbox.operations.feeds.starts import preview_start
 from outbox.relay.sequencing import feed_reader, feeder
+from tests.support.positions import new_position
 from tests.support.relay import (
     OK,
     Network,
@@ -47,7 +48,6 @@ ARRIVED = """
 SELECT EXISTS (SELECT FROM feed) AND NOT EXISTS (SELECT FROM feed WHERE ended_at IS NULL)
 """
 ENDED = "SELECT NOT EXISTS (SELECT FROM replay_job_endpoint WHERE ended_at IS NULL)"
-TAKE = "SELECT snapshot_position()"
 PROMOTE = """
 CREATE OR REPLACE FUNCTION server_timeline() RETURNS bigint
 LANGUAGE sql STABLE AS 'SELECT 2::bigint'
@@ -62,15 +62,6 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_reader, "READ_EVENTS_MAX", 10)
     monkeypatch.setattr(feed_reader, "COUNT_EVERY_S", 0.02)
     monkeypatch.setattr(feeder, "TAIL_IDS", 6)
-
-
-async def position(database: Database) -> Any:
-    settings = {"search_path": "relay"}
-    async with (
-        database.connection(server_settings=settings) as db,
-        db.transaction(isolation="repeatable_read"),
-    ):
-        return parse_position(await db.fetchval(TAKE))
 
 
 async def arrived(database: Database) -> None:
@@ -122,7 +113,7 @@ async def test_a_position_separates_what_a_snapshot_saw_from_the_stream(
     await add_endpoint(database, "first")
     await sequenced(database, *range(20))
     await publish(database, *range(20, 30))
-    start = await position(database)
+    start = await new_position(database)
     assert sum(hi - lo + 1 for lo, hi in start.seen) == 10
     await publish(database, *range(30, 60), key="k")
     network = Network()
@@ -348,7 +339,7 @@ async def test_a_position_that_is_not_exact_any_more_is_refused(
 ) -> None:
     await add_endpoint(database, "first")
     await sequenced(database, *range(3))
-    start = await position(database)
+    start = await new_position(database)
     assert parse_position(encode(start)) == start
     await fetchval(database, damage)
     with pytest.raises(Conflict, match=reason):
@@ -363,14 +354,14 @@ async def test_a_position_of_what_came_after_a_disk_snapshot_is_refused(
     """The restored snapshot has all that identifies the database, and other events get the ids."""
     await add_endpoint(database, "first")
     await sequenced(database, *range(3))
-    start = await position(database)
+    start = await new_position(database)
     await fetchval(database, f"UPDATE cursor SET {requested}")
     with pytest.raises(Conflict, match="no relay has run since"):
         await add_endpoint(database, "second", start=start)
     await sequenced(database, 3)
     with pytest.raises(Conflict, match="before it was restored"):
         await add_endpoint(database, "second", start=start)
-    start = await position(database)
+    start = await new_position(database)
     network = Network()
     await add_endpoint(database, "second", start=start)
     async with running(database, network):
@@ -395,14 +386,14 @@ async def test_a_position_is_not_used_on_a_promoted_server_that_its_message_reac
 
     monkeypatch.setattr(endpoint_changes, "resolve_start", resolve_and_promote)
     with pytest.raises(Conflict, match="promoted"):
-        await add_endpoint(database, "second", start=await position(database))
+        await add_endpoint(database, "second", start=await new_position(database))
     assert await fetchval(database, "SELECT count(*) FROM endpoint") == 1
 
 
 async def test_a_preview_counts_what_follows_and_changes_nothing(database: Database) -> None:
     await add_endpoint(database, "first")
     await sequenced(database, *range(3))
-    start = await position(database)
+    start = await new_position(database)
     async with running(database, Network()):
         await publish(database, *range(4))
         await publish(database, 9, type="c.d")

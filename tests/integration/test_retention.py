@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import asyncpg
 import pytest
@@ -30,7 +30,7 @@ from outbox.relay.delivery import recorder
 from outbox.store.cluster import timeline
 from outbox.store.replays.replay_progress import ReplayBatch
 from outbox.store.retention import periods as retention
-from outbox.store.retention.partitions import MAINTENANCE_LEASE_S, PARENTS, PartitionStore
+from outbox.store.retention.partitions import PARENTS
 from outbox.store.retention.periods import RetentionStore
 from outbox.store.sequencing.batches import SequencingStore
 from outbox_doctor.trace import queries as trace
@@ -40,69 +40,24 @@ from tests.support.relay import (
     REFUSED,
     Network,
     add_endpoint,
-    all_ended,
     exceptions,
     fetchval,
     publish,
     relay,
     running,
 )
+from tests.support.retention import NOTHING, ROUNDS, Maintainer, checkpointed
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
     import random
 
-    from asyncpg import Connection
-
-    from outbox.core.sequencing.partition_window import PartitionWindow
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.system
 
 SESSION = {"server_settings": {"search_path": "relay"}}
 INSERT = "INSERT INTO outbox (type, payload) VALUES ('a.b', '{}')"
-NOTHING = Retention(0, 0, 0)
-ROUNDS = 6
-"""Rounds of maintenance in which a period begins, settles and is dropped several times."""
-
-
-class Maintainer:
-    """Runs maintenance on its own connection."""
-
-    def __init__(self, connection: Connection[Any], keep: Retention = NOTHING) -> None:
-        self.db = connection
-        self.partitions = PartitionStore(connection)
-        self.retention = RetentionStore(connection, keep, period_s=0)
-
-    async def maintain(self) -> list[PartitionWindow]:
-        """Run each maintenance step once, except those that wait for long transactions."""
-        await self.partitions.extend()
-        return await self.retention.advance_periods()
-
-    async def maintain_until_idle(self) -> None:
-        """Run maintenance until it changes nothing without new events."""
-        # A running relay maintains at its start, and of two that drop a partition one fails.  One
-        # that was stopped while it did so leaves a lease that expires.
-        timeout_s = MAINTENANCE_LEASE_S + 10
-        await until(self.partitions.renew_lease, timeout_s, "the maintenance lease")
-        for _ in range(ROUNDS):
-            await self.maintain()
-        await self.partitions.drop()
-
-    async def has_dropped(self) -> bool:
-        """Whether a period of events was dropped. A reading relay delays the drop for a moment."""
-        await self.maintain_until_idle()
-        return await self.first("events") > 0
-
-    async def first(self, kind: str) -> int:
-        """The lowest sequence number that is kept."""
-        number = await self.db.fetchval(
-            "SELECT min(number) FROM period WHERE kind = $1 AND dropped_at IS NULL", kind
-        )
-        return int(number * WIDTH)
-
-    async def tables(self, parent: str) -> list[int]:
-        return [p.lo // WIDTH for p in await self.partitions.partitions(parent)]
 
 
 @pytest.fixture
@@ -114,16 +69,6 @@ async def keeper(database: Database) -> Maintainer:
 def checkpoint_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most tests wait for checkpoints more than once."""
     monkeypatch.setattr(recorder, "CHECKPOINT_EVERY_S", 0.05)
-
-
-async def checkpointed(database: Database) -> None:
-    """Whether everything is delivered and checkpointed."""
-    await all_ended(database)
-    uncheckpointed = """
-        SELECT NOT EXISTS (SELECT FROM lane_progress p JOIN lane_counter c USING (lane_id)
-                            WHERE c.last_seq > p.acked_seq)
-    """
-    await until(lambda: fetchval(database, uncheckpointed), what="the checkpoints")
 
 
 async def test_delivered_periods_are_dropped_and_new_events_are_delivered(

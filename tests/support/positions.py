@@ -78,6 +78,12 @@ async def take_snapshot(
     return Taken(parse_position(position), frozenset(ids or ()), counters)
 
 
+async def new_position(database: Database) -> Position:
+    """The position of a snapshot of now."""
+    async with database.connection() as db, db.transaction(isolation="repeatable_read"):
+        return parse_position(await db.fetchval("SELECT relay.snapshot_position()"))
+
+
 async def begin_at(database: Database, taken: Taken, name: str, lanes: int) -> UUID:
     """An endpoint that begins at a position."""
     async with database.at_hand() as db:
