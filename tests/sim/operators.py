@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from tests.sim.clients import TENANTS
 from tests.sim.database.connection import Connection
 from tests.sim.database.positions import take_position
 from tests.sim.database.tables import SCHEMA
+from tests.sim.moments import EVENT
 from tests.sim.operational import RESERVED
 from tests.sim.stores import (
     backfill,
@@ -48,6 +50,9 @@ if TYPE_CHECKING:
     from tests.sim.stores.change import Change
     from tests.sim.timetable import Kind
 
+    Taken = tuple[Position, Collection[UUID]]
+    """A position, and the events that its snapshot contains."""
+
 TROUBLE = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, OutboxError)
 
 
@@ -58,6 +63,7 @@ class Operator:
         self._sim = simulation
         self._rng = rng
         self._acting: list[asyncio.Task[Any]] = []
+        self._kept: Taken | None = None
 
     def act_soon(self, _: str) -> None:
         """Execute a command at a moment at which it may interfere, whatever the others do."""
@@ -147,20 +153,62 @@ class Operator:
         if taken is not None:
             begins += [taken[0]] * 5
         await asyncio.sleep(rng.choice((0.0, 1.0, 60.0, 600.0)) * rng.random())
-        start, settings = rng.choice(begins), sim.new_settings()
+        start = rng.choice(begins)
         if taken is not None and start is taken[0]:
-            sim.checker.fed.starts[settings.name] = taken[1]
-        await self._try(endpoint_changes.add_endpoint, settings, start=start)
+            await self._begin_at(taken)
+        else:
+            await self._try(endpoint_changes.add_endpoint, sim.new_settings(), start=start)
 
-    async def _take_position(self) -> tuple[Position, Collection[UUID]] | None:
-        connection = Connection(self._sim.database, self._sim.operator_process, "application")
-        try:
+    async def _begin_at(self, taken: Taken) -> None:
+        position, contained = taken
+        settings = self._sim.new_settings()
+        self._sim.checker.fed.starts[settings.name] = contained
+        await self._try(endpoint_changes.add_endpoint, settings, start=position)
+
+    async def _take_position(self) -> Taken | None:
+        connection = self._application()
+        with suppress(*TROUBLE):
             await connection.open()
+            return await self._take_position_on(connection)
+        return None
+
+    async def _take_position_on(self, connection: Connection) -> Taken | None:
+        try:
             return await connection.call(take_position)
         except TROUBLE:
             return None
         finally:
             connection.terminate()
+
+    def _application(self) -> Connection:
+        return Connection(self._sim.database, self._sim.operator_process, "application")
+
+    def keep_position(self) -> None:
+        """Keep a position that has seen the next event before it is sequenced."""
+        self._acting.append(self._sim.operator_process.run(self._keep_position()))
+
+    async def _keep_position(self) -> None:
+        connection, moments = self._application(), self._sim.checker.moments
+        with suppress(*TROUBLE):
+            await connection.open()
+
+        async def keep() -> None:
+            self._kept = await self._take_position_on(connection)
+
+        def keep_at_once(_: str) -> None:
+            self._acting.append(self._sim.operator_process.run(keep()))
+
+        moments.at(EVENT, moments.counts[EVENT] + 1, keep_at_once)
+
+    def use_kept_position(self, after_s: float) -> None:
+        """Begin an endpoint at the kept position, whatever has happened to the database."""
+
+        async def use() -> None:
+            await asyncio.sleep(after_s)
+            if self._kept is not None:
+                await self._begin_at(self._kept)
+
+        self._acting.append(self._sim.operator_process.run(use()))
 
     async def _enable(self, name: str) -> None:
         """Enable an endpoint, mostly with what it has missed."""

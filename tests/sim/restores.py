@@ -52,6 +52,8 @@ class Restores:
             records = [{name: vars(each)[name] for name in each.UNDONE} for each in self._parts]
             self._dumped = dumps.dump(self._sim.database), deepcopy(records)
             self._sim.log("the database is dumped")
+            # The dump does not have the event that the position has seen, and gives its id again.
+            self._sim.operator.keep_position()
 
     def _begin(self) -> None:
         sim, rng = self._sim, self._rng
@@ -75,7 +77,7 @@ class Restores:
         # A snapshot of the disks has the identity of the original, so an operator requests the
         # new lanes.
         # A dump that is restored into the same database has its identity, too, but no incarnation.
-        kind = self._rng.choices(("dump", "snapshot", "dump in place"), (4, 3, 3))[0]
+        kind = self._rng.choices(("dump", "snapshot", "dump in place"), (3, 4, 3))[0]
         identity = f"1/{db.restores + 2}" if kind == "dump" else db.identity
         dumps.restore(db, dumped, identity)
         shown = {"identity": "restored"} if kind == "snapshot" else {"incarnation": None}
@@ -85,3 +87,6 @@ class Restores:
             vars(each).update(values)
         sim.checker.restored(events)
         sim.faults.record(f"a {kind} of the database is restored in {down_s:.1f} s")
+        # Possibly before a relay has noticed the restore, and then later.
+        for after_s in (0.01, 120.0):
+            sim.operator.use_kept_position(down_s + after_s * self._rng.random())

@@ -161,7 +161,7 @@ class Simulation:
             # None: it is never dropped.
             self.checker.observed_s_min[kind] = OBSERVED_S_MIN if keep_s is None else keep_s
         self.operator_process = Process(self.world, "operators")
-        self._operator = Operator(self, random.Random(rng.random()))
+        self.operator = Operator(self, random.Random(rng.random()))
         self._application = Process(self.world, "application")
         self.api = Process(self.world, "api")
         self._producing: list[asyncio.Task[Any]] = []
@@ -287,7 +287,7 @@ class Simulation:
         for n in range(rng.choice((1, 2, 3)) if starts else 0):
             client = clients.ApiClient(self, n, random.Random(rng.random()))
             self._producing.append(self.api.run(client.run(starts)))
-        operator = self._operator
+        operator = self.operator
         self.operator_process.run(operator.add_schedules(rng.choice((0, 1, 2))))
         at = self.checker.moments.at
         for _ in range(rng.choice((0, 4, 10))):
@@ -381,7 +381,7 @@ class Simulation:
         """Publish an event with a higher id than the open transaction, and request a backfill."""
         if not self.settling:
             self._application.run(publish_one(self.database, self._application))
-            self.operator_process.run(self._operator.backfill_soon())
+            self.operator_process.run(self.operator.backfill_soon())
 
     def _move_beside(self, _: str) -> None:
         if not self.settling:
@@ -398,7 +398,7 @@ class Simulation:
     def _migrate_behind(self, _: str) -> None:
         """Migrate behind the open transaction, and publish behind the migration."""
         if not self.settling:
-            self.operator_process.run(self._operator.migrate())
+            self.operator_process.run(self.operator.migrate())
             publishing = publish_one(self.database, self._application)
             self.world.after(0.05, self._application, self._application.run, publishing)
 

@@ -50,7 +50,7 @@ def incarnation_of(db: Database, tx: Transaction) -> UUID | None:
     return found
 
 
-def new_incarnation(db: Database, former: UUID | None) -> UUID:
+def new_incarnation(db: Database) -> UUID:
     """The id of a restored state from now on."""
     return UUID(int=db.rng.getrandbits(128))
 
@@ -99,8 +99,8 @@ def change_history(
         return
     if not new.continues_as(history_of_server(db)):
         return
-    incarnation = new_incarnation(db, row["incarnation"])
-    changed = {"identity": new.identity, "incarnation": incarnation, "version": row["version"] + 1}
+    incarnation, version = new_incarnation(db), row["version"] + 1
+    changed = {"identity": new.identity, "incarnation": incarnation, "version": version}
     tx.change(db.cursor, 1, **changed)
     for endpoint_id in sorted(each["endpoint_id"] for each in tx.rows(db.ownership)):
         yield Wait(db.ownership, endpoint_id, UPDATE)
