@@ -57,11 +57,11 @@ FEED_LIMITS: tuple[tuple[Any, str, tuple[int, ...]], ...] = (
     (feeds, "IDLE_MAX", (1, 7, 1500)),
     (feeder, "TAIL_IDS", (1, 4, 500)),
     (feeder, "TAIL_BATCHES", (1, 200)),
-    (feeder, "AHEAD_MAX", (2, 4000)),
-    (feeder, "AHEAD_MIN", (1, 100)),
+    (feeder, "READ_AHEAD_MAX", (2, 4000)),
+    (feeder, "READ_AHEAD_MIN", (1, 100)),
     (feed_reader, "READ_EVENTS_MAX", (1, 5, 1000)),
     (feed_reader, "READ_BATCHES_MAX", (1, 1000)),
-    (feed_reader, "PENDING_MAX", (3, 10_000)),
+    (feeds, "FED_PENDING_MAX", (3, 10_000)),
 )
 """Limits of feeds, each with values for a run."""
 
@@ -151,6 +151,7 @@ class Simulation:
         future_events.MOVED_EVENTS_MAX = rng.choice((1, 2, 1000))
         # Feeds take several batches and reads.
         for module, name, numbers in FEED_LIMITS:
+            assert hasattr(module, name), name
             setattr(module, name, rng.choice(numbers))
         vars(feed_reader)["TAIL_IDS"] = feeder.TAIL_IDS
         late_s = 2 * poll_s
