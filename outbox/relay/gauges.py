@@ -89,12 +89,15 @@ async def endpoint_gauges(
     }
 
 
-def leader_gauges(lag_s: float | None, survey: DatabaseStats | None) -> dict[Metric, Series]:
+def leader_gauges(
+    lag_s: float | None, survey: DatabaseStats | None, endpoints_max: int
+) -> dict[Metric, Series]:
     """Gauges of the leader; other replicas report only that they do not lead.
 
     Args:
         lag_s: the lag of sequencing; None: another replica leads.
         survey: the last survey; None: there is none yet.
+        endpoints_max: feeds with their own series.
     """
     if lag_s is None:
         return {catalogue.LEADS: {(): 0}}
@@ -103,11 +106,14 @@ def leader_gauges(lag_s: float | None, survey: DatabaseStats | None) -> dict[Met
         catalogue.RELAY_LAG: {(): lag_s},
     }
     if survey is not None:
+        behind = heapq.nlargest(endpoints_max, survey.feeds, key=lambda feed: feed.lag_s)
         gauges |= {
             catalogue.DEAD_LETTERS: {(): survey.dead_letters},
             catalogue.GAP_AGE: {(): survey.gap_age_s or 0.0},
             catalogue.HORIZON_AGE: {(): survey.horizon_age_s or 0.0},
             catalogue.UNACCOUNTED_EVENTS: {(): survey.unaccounted_events},
+            catalogue.FEED_REMAINING: {(feed.endpoint,): feed.remaining for feed in behind},
+            catalogue.FEED_LAG: {(feed.endpoint,): feed.lag_s for feed in behind},
             catalogue.REPLICAS: {("alive",): survey.alive, ("lapsed",): survey.lapsed},
         }
     return gauges

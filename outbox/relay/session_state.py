@@ -129,7 +129,9 @@ class RunningSession:
             catalogue.STALLED: {(): self.sequencer.stall.stalled_s},
             catalogue.BUFFERED: {(): dispatcher.buffered_bytes},
         }
-        leading = gauges.leader_gauges(self.sequencer.lag_s, self.supervisor.survey)
+        leading = gauges.leader_gauges(
+            self.sequencer.lag_s, self.supervisor.survey, meters.endpoints_max
+        )
         return {**gauges_read, **own, **leading}
 
 

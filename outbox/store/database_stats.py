@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.store.sql.expressions import lease_runs
+from outbox.store.sql.feed_progress import LEAPS, WAITS_FOR_JOB, count_ids
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -47,6 +48,29 @@ SELECT (SELECT count(*)
        (SELECT count(*) FROM replica WHERE NOT {lease_runs("replica")}) AS lapsed
 """  # noqa: S608 (constants only)
 
+# Feeds that run, and wait for no replay.
+READ_FEED_STATS = f"""
+WITH leap AS MATERIALIZED ({LEAPS})
+SELECT e.name AS endpoint, {count_ids("f.outbox_id", "newest.high")} AS remaining,
+       greatest(extract(epoch FROM clock_timestamp() - b.at), 0)::float8 AS lag_s
+  FROM feed f
+  JOIN endpoint e ON e.id = f.endpoint_id
+  JOIN batch b ON b.batch = f.batch
+ CROSS JOIN (SELECT high FROM batch ORDER BY batch DESC LIMIT 1) newest
+ WHERE f.ended_at IS NULL AND NOT {WAITS_FOR_JOB}
+"""  # noqa: S608 (constants only)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedStats:
+    """How far the feed of an endpoint is."""
+
+    endpoint: str
+    remaining: int
+    """Upper bound of the events, of all types, that it has not passed."""
+    lag_s: float
+    """Age of the newest batch that it has passed."""
+
 
 @dataclass(frozen=True, slots=True)
 class DatabaseStats:
@@ -61,8 +85,11 @@ class DatabaseStats:
     """Events that are missing or superfluous, by the last count of each block of ids."""
     alive: int
     lapsed: int
+    feeds: tuple[FeedStats, ...]
 
 
 async def read_database_stats(connection: Connection[Any]) -> DatabaseStats:
     """Read the statistics; asyncpg's errors propagate."""
-    return DatabaseStats(**dict(await connection.fetchrow(READ_DATABASE_STATS)))
+    row = await connection.fetchrow(READ_DATABASE_STATS)
+    feeds = await connection.fetch(READ_FEED_STATS)
+    return DatabaseStats(**dict(row), feeds=tuple(FeedStats(**dict(each)) for each in feeds))

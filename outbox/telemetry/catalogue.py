@@ -274,6 +274,29 @@ UNACCOUNTED_EVENTS = Metric(
     "Events that are missing or superfluous, by a comparison of all ids with the rows of the "
     "outbox, a part each hour; 0: there are none. Reported by the leader.",
 )
+FEED_REMAINING = Metric(
+    "outbox.feed.remaining",
+    MetricKind.GAUGE,
+    "{event}",
+    "Upper bound of the events, of all types, that the feed of an endpoint has not passed, unless "
+    "it waits for a replay. Only the feeds with the highest lag, at most "
+    "OUTBOX_METRICS_ENDPOINTS_MAX; reported by the leader.",
+    ("endpoint",),
+)
+FEED_LAG = Metric(
+    "outbox.feed.lag",
+    MetricKind.GAUGE,
+    "s",
+    "Age of the newest batch that the feed of an endpoint has passed, unless it waits for a "
+    "replay. Only the highest ones, at most OUTBOX_METRICS_ENDPOINTS_MAX; reported by the leader.",
+    ("endpoint",),
+)
+FED_DELIVERIES = Metric(
+    "outbox.feed.deliveries",
+    MetricKind.COUNTER,
+    "{delivery}",
+    "Deliveries of earlier events that this replica, as the leader, added for feeds.",
+)
 REPLICAS = Metric(
     "outbox.replicas",
     MetricKind.GAUGE,
@@ -354,6 +377,9 @@ CATALOGUE: tuple[Metric, ...] = (
     GAP_AGE,
     HORIZON_AGE,
     UNACCOUNTED_EVENTS,
+    FEED_REMAINING,
+    FEED_LAG,
+    FED_DELIVERIES,
     REPLICAS,
     LOSSES,
     SESSION_LOSSES,

@@ -101,6 +101,8 @@ class Meters:
         self._delivery_attempts = Histogram(catalogue.DELIVERY_ATTEMPTS)
         self.events = 0
         """Events that were sequenced."""
+        self.fed_deliveries = 0
+        """Deliveries of earlier events that were sequenced for feeds."""
         self.losses = 0
         """Other replicas that were expired."""
         self.session_losses = 0
@@ -224,6 +226,7 @@ class Meters:
         series[catalogue.DELIVERY_ATTEMPTS] = {(): self._delivery_attempts.buckets()}
         series[catalogue.RUN_DELIVERIES] = {(): self.run_deliveries}
         series[catalogue.EVENTS] = {(): self.events}
+        series[catalogue.FED_DELIVERIES] = {(): self.fed_deliveries}
         series[catalogue.LOSSES] = {(): self.losses}
         series[catalogue.SESSION_LOSSES] = {(): self.session_losses}
         series[catalogue.PROOF_ABORTS] = {(): self.contradictions}

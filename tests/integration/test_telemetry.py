@@ -9,7 +9,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from outbox.core.model.response import AttemptResult
+from outbox.core.model.start import BEGINNING
+from outbox.relay.delivery import recorder
 from outbox.relay.relay import SESSION_UNAVAILABLE
+from outbox.relay.sequencing import feed_reader, feeder
 from outbox.telemetry import catalogue
 from outbox.telemetry.catalogue import CATALOGUE
 from outbox.telemetry.snapshot import Buckets
@@ -182,6 +185,50 @@ async def test_pending_deliveries_are_measured_with_their_age(
     assert found[catalogue.DEAD_LETTERS] == {(): 0}
     assert found[catalogue.GAP_AGE] == {(): 0.0}
     assert found[catalogue.REPLICAS] == {("alive",): 1, ("lapsed",): 0}
+
+
+async def test_a_feed_is_measured_until_its_endpoint_subscribes(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.SURVEY_EVERY_S", 0.05)
+    # It is fed until half of its backlog's maximum is pending, although little is left.
+    monkeypatch.setattr(feed_reader, "ARRIVING_S", 0.0)
+    monkeypatch.setattr(feed_reader, "COUNT_EVERY_S", 0.05)
+    monkeypatch.setattr(recorder, "CHECKPOINT_EVERY_S", 0.05)
+    for module in (feeder, feed_reader):
+        monkeypatch.setattr(module, "TAIL_IDS", 2)
+    await add_endpoint(database, "first")
+    async with running(database, Network()):
+        await publish(database, *range(20))
+        await all_ended(database)
+    await add_endpoint(database, "second", start=BEGINNING, backlog_max=10)
+    responds = asyncio.Event()
+
+    async def script(_: Sent) -> AttemptResult:
+        await responds.wait()
+        return OK
+
+    async with running(database, Network(script)) as worker:
+        found: dict[Metric, Any] = {}
+
+        async def waits_for_its_receiver() -> bool:
+            found.update(await measured(worker))
+            return found[catalogue.FEED_REMAINING] == {("second",): 15}
+
+        await until(waits_for_its_receiver, what="the feed to wait")
+        assert found[catalogue.FED_DELIVERIES] == {(): 5}
+        ((name, lag_s),) = found[catalogue.FEED_LAG].items()
+        assert name == ("second",)
+        assert lag_s > 0
+        responds.set()
+
+        async def arrived() -> bool:
+            found.update(await measured(worker))
+            return found[catalogue.FEED_REMAINING] == {}
+
+        await until(arrived, what="the endpoint to subscribe")
+        assert found[catalogue.FEED_LAG] == {}
+        assert found[catalogue.FED_DELIVERIES] == {(): 20}
 
 
 @pytest.mark.full

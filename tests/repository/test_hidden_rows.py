@@ -18,7 +18,8 @@ from outbox.store.schema.migration_files import table_names
 UNGUARDED = {
     "it is part of a message, or of a proof, that sets row_security": """
         absence_proof.READ_HIDDEN absence_proof.READ_PRESENT absence_proof.READ_UNSETTLED
-        retention.periods.PINNED_BY_RANGES retention.periods.READ_REPLAY_PROGRESS
+        retention.periods.PINNED_BY_RANGES
+        retention.periods.READ_REPLAY_PROGRESS
         routing_change.LOCK_CURSOR
         sequencing.filters.READ_MATCHES sequencing.skipped_events.SKIPPED_EVENTS
     """,
@@ -70,9 +71,10 @@ UNGUARDED = {
         cluster.sessions.TERMINATE_SESSIONS cluster.sessions.TERMINATE_STUCK_SESSIONS
         connection.secrets.READ_KEYS_IN_USE connection.secrets.READ_RELAYS_WITHOUT_KEY
         database_stats.COUNT_UNACCOUNTED database_stats.READ_DATABASE_STATS
+        database_stats.READ_FEED_STATS
         delivery.altered_secrets.READ_ALTERED_SECRETS delivery.endpoints.FIND_ID
         delivery.endpoints.LIST_NAMES sequencing.accounting.READ_DIFFERENCES
-        sequencing.stalls.READ_ROW_BLOCKER
+        sequencing.stalls.READ_ROW_BLOCKER sql.feed_progress.LEAPS
     """,
 }
 

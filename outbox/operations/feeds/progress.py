@@ -9,7 +9,7 @@ from outbox.core.model.text import count
 from outbox.core.sequencing.feeds import FED_PENDING_MAX
 from outbox.operations.lanes import PENDING
 from outbox.operations.rows import from_row
-from outbox.store.sequencing.feeds import WAITS_FOR_JOB
+from outbox.store.sql.feed_progress import LEAPS, WAITS_FOR_JOB, count_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,17 +21,20 @@ if TYPE_CHECKING:
 FEEDS_SHOWN_MAX = 100
 """Feeds of a status."""
 
-# Running feeds of a tenant ($2; NULL: all), or of endpoints ($1; NULL: all).  What is left is the
-# distance in ids, of which some were rolled back: counting events would read all batches.
+IS_FULL = f"{PENDING} >= 0.9 * least(e.backlog_max / 2, {FED_PENDING_MAX})"
+"""Whether the feed of an endpoint `e` waits for its receiver."""
+
+# Running feeds of a tenant ($2; NULL: all), or of endpoints ($1; NULL: all).
 #   at, newest: the batch that a feed has passed, and the newest.  then: the one that it had passed
 #     half a minute ago, or where it began.
 READ_RUNNING = f"""
+WITH leap AS MATERIALIZED ({LEAPS})
 SELECT e.name AS endpoint, f.began_at, f.fed, f.expired, f.erased, f.missing, b.at AS passed_until,
-       greatest(newest.high - b.high, 0) AS left_max,
-       greatest(b.high - past.high, 0)
+       {count_ids("f.outbox_id", "newest.high")} AS left_max,
+       {count_ids("past.high", "b.high")}
            / extract(epoch FROM clock_timestamp() - past.at)::float8 AS rate_per_s,
        {WAITS_FOR_JOB} AS waits,
-       {PENDING} >= 0.9 * least(e.backlog_max / 2, {FED_PENDING_MAX}) AS is_full
+       {IS_FULL} AS is_full
   FROM feed f
   JOIN endpoint e ON e.id = f.endpoint_id
   JOIN batch b ON b.batch = f.batch

@@ -118,6 +118,7 @@ class BatchFeed:
         if sequenced.batch == self._known_batch + 1:
             self._known_batch = sequenced.batch
         self._meters.events += sequenced.events
+        self._meters.fed_deliveries += len(sequenced.deliveries.feed_ids)
         last_seqs = sequenced.deliveries.counters
         flush_at = self._throttle.flush_at()
         self._throttle.batch_written(

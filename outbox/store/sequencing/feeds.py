@@ -15,6 +15,7 @@ from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.row_security import rows_hidden, stop_hidden
 from outbox.store.routing_change import BEGIN_CHANGE
 from outbox.store.sql.expressions import key_hash
+from outbox.store.sql.feed_progress import WAITS_FOR_JOB
 from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
@@ -25,12 +26,6 @@ if TYPE_CHECKING:
 
     from outbox.core.sequencing.feeds import FedPart
     from outbox.store.sql.message import WriteCall
-
-WAITS_FOR_JOB = """EXISTS (
-           SELECT FROM replay_job_endpoint p
-            WHERE p.job_id = f.after_job AND p.endpoint_id = f.endpoint_id
-              AND p.ended_at IS NULL)"""
-"""Whether a feed `f` waits for a job that sends again what was pending before it."""
 
 # Running feeds with their endpoints' lanes, as READ_ROUTES has subscriptions.  A row without values
 # if row security may have hidden some.

@@ -165,7 +165,7 @@ def count_database_stats(db: Database, tx: Transaction) -> DatabaseStats:
     dead = sum(row["state"] == "dead" for row in tx.rows(db.dead_letter))
     alive = sum(row["expires_at"] > db.wall() for row in tx.rows(db.replica))
     lapsed = sum(row["expires_at"] <= db.wall() for row in tx.rows(db.replica))
-    return DatabaseStats(dead, None, None, 0.0, 0, alive, lapsed)
+    return DatabaseStats(dead, None, None, 0.0, 0, alive, lapsed, ())
 
 
 def find_pending_ordinary(db: Database, tx: Transaction, lanes: LanePositions) -> bool:

@@ -39,6 +39,7 @@ THRESHOLDS = [
     ("OutboxAttemptsFail", "warning", "ratio5m > 0.05"),
     ("OutboxRetriesFail", "warning", "ratio15m > 0.5"),
     ("OutboxBacklogHigh", "warning", "> 1000"),
+    ("OutboxFeedStalled", "warning", "> 1800"),
     ("OutboxDeadLetters", "warning", "> 10"),
     ("OutboxDeadLetters", "critical", "> 100"),
     ("OutboxDeadLettersGrow", "critical", "[1h]) > 10"),
@@ -172,7 +173,7 @@ def test_metrics_of_the_leader_are_taken_from_the_current_leader() -> None:
     expected = {
         m.prometheus for m in CATALOGUE if "reported by the leader" in m.description.lower()
     }
-    assert len(expected) == 6
+    assert len(expected) == 8
     asked = {name: rule["expr"] for rule in ALL for name in used(rule["expr"]).metrics & expected}
     assert asked.keys() == expected
     for expression in asked.values():
