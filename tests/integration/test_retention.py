@@ -211,7 +211,7 @@ async def test_the_doctor_names_the_cause_of_old_periods(
         events, log = await old_data_messages()
         assert events.startswith("events from ")
         assert events.endswith(
-            'were due to be dropped 10d ago: they have pending deliveries to "paused"'
+            'were due to be dropped 10d ago, in 1 period: they have pending deliveries to "paused"'
         )
         assert log.endswith('they have pending deliveries to "paused"')
         await endpoint_states.resume_endpoints(keeper.db, "relay", ["paused"], actor="test")

@@ -18,7 +18,7 @@ from outbox.store.schema.migration_files import table_names
 UNGUARDED = {
     "it is part of a message, or of a proof, that sets row_security": """
         absence_proof.READ_HIDDEN absence_proof.READ_PRESENT absence_proof.READ_UNSETTLED
-        retention.periods.PINNED_BY_RANGES
+        retention.periods.PINNED_BY_FEEDS retention.periods.PINNED_BY_RANGES
         retention.periods.READ_REPLAY_PROGRESS
         routing_change.LOCK_CURSOR
         sequencing.filters.READ_MATCHES sequencing.skipped_events.SKIPPED_EVENTS

@@ -9,11 +9,8 @@ from outbox.core.sequencing.partition_window import WIDTH
 from outbox.store.sql.message import WriteStatement
 
 
-def require_no_feeds(open_range: str) -> WriteStatement:
-    """The statement that aborts if a feed needs batches up to $1, or their events.
-
-    It is part of the message that drops a period, and not read before: a feed may pass the period
-    meanwhile, with deliveries that are pending then.
+def pinned_by_feeds(open_range: str) -> str:
+    """The query whether a feed needs batches up to $1, or their events.
 
     Args:
         open_range: whether a dead letter `d` may be replayed; $2 is the time for which it may.
@@ -26,10 +23,8 @@ def require_no_feeds(open_range: str) -> WriteStatement:
        AND coalesce((SELECT to_batch FROM feed_step WHERE feed_id = f.id AND batch < {batch}
                       ORDER BY batch DESC LIMIT 1), f.from_batch) <= $1"""  # noqa: S608
 
-    return WriteStatement(
-        "require_no_feeds",
-        f"""
-SELECT abort_unless(NOT (EXISTS (
+    return f"""
+SELECT EXISTS (
     SELECT FROM feed WHERE ended_at IS NULL AND batch <= $1) OR EXISTS (
     SELECT FROM feed f
       JOIN lane_progress p ON p.endpoint_id = f.endpoint_id
@@ -38,9 +33,8 @@ SELECT abort_unless(NOT (EXISTS (
     SELECT FROM feed f JOIN dead_letter d ON d.endpoint_id = f.endpoint_id
      WHERE ({open_range} OR d.outbox_id IS NULL AND EXISTS (
             SELECT FROM replay r WHERE r.dead_id = d.id AND r.next_seq <= r.to_seq))
-       AND {fed_since("d.batch")})))
-""",  # noqa: S608 (constants only)
-    )
+       AND {fed_since("d.batch")})
+"""  # noqa: S608 (constants only)
 
 
 # Deletes the steps of dropped batches, but for the last one of each feed, after which the kept ones

@@ -36,7 +36,7 @@ from outbox.store.channels import NOTIFY_ALL
 from outbox.store.cluster.leadership import CLEAR_LEADER
 from outbox.store.connection.row_security import rows_hidden, stop_empty
 from outbox.store.retention.erasure import erase_leftovers
-from outbox.store.retention.feed_pins import DELETE_FEED_STEPS, require_no_feeds
+from outbox.store.retention.feed_pins import DELETE_FEED_STEPS, pinned_by_feeds
 from outbox.store.routing_change import LOCK_CURSOR
 from outbox.store.sequencing.accounting import ACCOUNT_BATCHES, BATCHES_PER_STEP
 from outbox.store.sql.expressions import RUN_LENGTH
@@ -211,7 +211,13 @@ SELECT abort_unless(NOT EXISTS (
 """,
 )
 
-REQUIRE_NO_FEEDS = require_no_feeds(_open_range("$2"))
+# Whether a feed needs batches up to $1, or their events; $2: the retention of dead letters.
+PINNED_BY_FEEDS = pinned_by_feeds(_open_range("$2"))
+# Part of the message that drops a period, and not read before: a feed may pass the period
+# meanwhile, with deliveries that are pending then.
+REQUIRE_NO_FEEDS = WriteStatement(
+    "require_no_feeds", f"SELECT abort_unless(NOT ({PINNED_BY_FEEDS}))"
+)
 
 # Decides to drop a period, and journals it; aborts if pending deliveries prevent it.
 #   old, discarded: discards ranges that are too old to pin a period, because they can no longer be

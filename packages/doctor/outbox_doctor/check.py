@@ -101,8 +101,12 @@ class DoctorLimits:
     overdue_s: float = 60.0
     """A run is published within a second, or after a failover within two leases."""
     moved_s: float = 2.0
-    """Time in which a running relay publishes some of what is held for the shares of tenants."""
+    """Time in which a running relay publishes some of what is held for the shares of tenants, and
+    advances each feed that waits for nothing."""
     failing_s: float = 600.0
+    feed_s: float = 600.0
+    """Time without a fed delivery after which a feed is watched for `moved_s`, and after which its
+    pace is compared with that of new events."""
     holder_s: float = 60.0
     """Maximum duration of a transaction that has published."""
     transaction_s: float = 3600.0

@@ -19,6 +19,7 @@ from outbox.store.connection.connect import map_errors
 from outbox_doctor import (
     endpoints,
     events,
+    feeds,
     headers,
     lanes,
     payloads,
@@ -97,6 +98,7 @@ LIVE = (
     endpoints.health,
     endpoints.connection_reuse,
     endpoints.filters,
+    feeds.progress,
     lanes.blocked,
     lanes.failing,
     lanes.older_generations,

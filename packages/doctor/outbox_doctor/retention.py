@@ -9,6 +9,7 @@ from outbox.core.sequencing.partition_window import PartitionWindow, WindowKind
 from outbox.store.retention.partitions import PARENTS
 from outbox.store.retention.periods import (
     IS_OBSERVED,
+    PINNED_BY_FEEDS,
     PINNED_BY_RANGES,
     PINNED_BY_REPLAYS,
     READ_PERIODS,
@@ -38,6 +39,13 @@ SELECT e.name
  GROUP BY e.id, e.name ORDER BY min(p.floor_batch), e.name
 """
 
+# Endpoints whose feeds have not passed batch $1.
+FED_ENDPOINTS = """
+SELECT e.name FROM feed f JOIN endpoint e ON e.id = f.endpoint_id
+ WHERE f.ended_at IS NULL AND f.batch <= $1
+ ORDER BY f.batch, e.name
+"""
+
 RANGES = """
 SELECT count(*) FROM dead_letter
  WHERE outbox_id IS NULL AND state = 'dead' AND batch <= $1
@@ -62,8 +70,12 @@ async def periods(context: DoctorContext) -> Results:
         elif (overdue_s := (oldest.ended_s or 0.0) - keep_s) < DROP_GRACE_S:
             yield ok(kept)
         else:
+            overdue = [p for p in of_kind if (p.ended_s or 0.0) - keep_s >= DROP_GRACE_S]
             reason, action = await _find_blocker(context, oldest)
-            due = f"{what} from {age} ago were due to be dropped {rounded(overdue_s)} ago"
+            due = (
+                f"{what} from {age} ago were due to be dropped {rounded(overdue_s)} ago, in "
+                f"{count(len(overdue), 'period')}"
+            )
             yield warning(f"{due}: {reason}", action)
 
 
@@ -79,6 +91,19 @@ async def _find_blocker(context: DoctorContext, period: PartitionWindow) -> tupl
             f"they have pending deliveries to {names}",
             "see outbox status; then outbox endpoint resume NAME, or to dead-letter them: outbox "
             "endpoint remove NAME --dead-letter",
+        )
+    fed = await context.fetch_first(FED_ENDPOINTS, last)
+    if fed:
+        names = join_names([row["name"] for row in fed], fed[0]["total"])
+        return (
+            f"they are still to be fed to {names}",
+            "see the check feeds; or, if such an endpoint needs only new events, remove it and add "
+            "it again: outbox endpoint remove NAME",
+        )
+    if await context.db.fetchval(PINNED_BY_FEEDS, last, context.keep.dead_letters_s):
+        return (
+            "they were fed lately, to endpoints where they are pending or can be replayed",
+            "see outbox status and outbox dead list",
         )
     if await context.db.fetchval(PINNED_BY_RANGES, context.keep.dead_letters_s, last):
         ranges = await context.db.fetchval(RANGES, last)
