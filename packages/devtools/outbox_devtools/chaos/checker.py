@@ -63,7 +63,9 @@ def check_run(
         known: ViolationCount = getattr(ledger, name)
         violations[name] = ViolationCount(known.count, list(known.examples))
     dead = numbers_by_lane(facts.dead)
-    expected = _lost(ledger, facts, dead, violations["lost"])
+    ended = _ended(ledger, dead)
+    expected = _lost(ledger, facts, ended, violations["lost"])
+    _snapshots(ledger, facts, ended, violations["snapshots"])
     _events(ledger, facts, violations["phantoms"], violations["changed"])
     delivered = _numbers(ledger, facts, dead, violations["holes"])
     _previous(ledger, dead, violations["previous"])
@@ -127,11 +129,8 @@ LEASE_EXPIRED = "lease expired"
 """Reason in the journal entry of an endpoint that was taken over."""
 
 
-def _lost(ledger: Ledger, facts: RunFacts, dead: dict[str, set[int]], note: ViolationCount) -> int:
-    """Every committed event was delivered to its endpoints, or dead-lettered.
-
-    Returns the number of deliveries to make.
-    """
+def _ended(ledger: Ledger, dead: dict[str, set[int]]) -> dict[int, set[bytes]]:
+    """The events that were delivered to each endpoint, or dead-lettered."""
     ended: dict[int, set[bytes]] = defaultdict(set)
     for lane in ledger.lanes.values():
         of_lane = dead[lane.name]
@@ -140,6 +139,16 @@ def _lost(ledger: Ledger, facts: RunFacts, dead: dict[str, set[int]], note: Viol
             for n, event in enumerate(lane.events, 1)
             if event and (lane.good_at[n - 1] or n in of_lane)
         )
+    return ended
+
+
+def _lost(
+    ledger: Ledger, facts: RunFacts, ended: dict[int, set[bytes]], note: ViolationCount
+) -> int:
+    """Every committed event was delivered to its endpoints, or dead-lettered.
+
+    Returns the number of deliveries to make.
+    """
     subscribed: dict[int, list[int]] = defaultdict(list)
     for endpoint, types in facts.subscriptions.items():
         if endpoint not in facts.late:
@@ -155,6 +164,25 @@ def _lost(ledger: Ledger, facts: RunFacts, dead: dict[str, set[int]], note: Viol
                     f"key {ledger.keys[place]} version {ledger.versions[place]}"
                 )
     return expected
+
+
+def _snapshots(
+    ledger: Ledger, facts: RunFacts, ended: dict[int, set[bytes]], note: ViolationCount
+) -> None:
+    """An endpoint that began at a position got what its snapshot did not see, and no other event.
+
+    With the other checks, which hold for every endpoint, it got that in order and without a hole.
+    """
+    added = {count.endpoint for count in facts.lanes}
+    for endpoint in facts.snapshots.keys() & added:
+        types, seen = facts.subscriptions[endpoint], facts.snapshots[endpoint].seen
+        for event, place in ledger.committed.items():
+            if ledger.types[place] in types and (event in seen) == (event in ended[endpoint]):
+                wrong = "the snapshot saw it" if event in seen else "the snapshot did not see it"
+                note.add(
+                    f"event {_uuid(event)} for endpoint {endpoint}, key {ledger.keys[place]} "
+                    f"version {ledger.versions[place]}: {wrong}"
+                )
 
 
 def _events(

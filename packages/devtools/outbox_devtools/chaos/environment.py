@@ -16,6 +16,7 @@ from outbox.core.model.retry_policy import RetryPolicy
 from outbox.errors import DatabaseUnavailable, OutboxError
 from outbox.operations.endpoints.changes import plan_addition
 from outbox.operations.endpoints.writes import add_endpoints, replace_subscriptions
+from outbox.operations.feeds.starts import begin_feed, resolve_start
 from outbox.receiver.proxy import open_proxy
 from outbox.store.change import make_change
 from outbox.store.connection import dsn
@@ -24,6 +25,7 @@ from outbox.store.connection.migrate import migrate
 from outbox.store.connection.secrets import CLEAR
 from outbox_devtools.chaos import queries
 from outbox_devtools.chaos.control import ControlConnection
+from outbox_devtools.chaos.facts import SnapshotStart
 from outbox_devtools.chaos.ledger import Ledger
 from outbox_devtools.chaos.operators import Operators
 from outbox_devtools.chaos.plan import CONTROL_CONNECTIONS
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.core.model.position import Position
     from outbox.store.change import Change
     from outbox.store.connection.dsn import Dsn
     from outbox_devtools.chaos.plan import ChaosPlan, PlannedEndpoint
@@ -75,16 +78,36 @@ class Environment:
     """Settings with which the endpoints were added."""
     subscriptions: dict[int, frozenset[int]] = field(default_factory=dict)
     """Numbers of the event types that each endpoint gets."""
+    snapshots: dict[int, SnapshotStart] = field(default_factory=dict)
+    """Endpoints that begin at the position of a snapshot."""
 
-    async def add_subscriber(self, connection: Connection[Any], source: int) -> int:
-        """Add an endpoint for the events of another one; returns its number."""
+    async def add_subscriber(
+        self,
+        connection: Connection[Any],
+        source: int,
+        start: tuple[Position, frozenset[bytes]] | None = None,
+    ) -> int:
+        """Add an endpoint for the events of another one; returns its number.
+
+        Args:
+            start: the position at which it begins, and the events that its snapshot saw; None: it
+                begins with new events.
+        """
         number = len(self.subscriptions)
+        position = None
+        if start is not None:
+            position, seen = start
+            # Before it is added: a lost connection may hide that it was.
+            self.snapshots[number] = SnapshotStart(seen, time.monotonic())
         planned = replace(self.plan.endpoint(source), name=f"e{number}")
-        await self.add_endpoints(connection, {number: planned})
+        await self.add_endpoints(connection, {number: planned}, position)
         return number
 
     async def add_endpoints(
-        self, connection: Connection[Any], endpoints: Mapping[int, PlannedEndpoint]
+        self,
+        connection: Connection[Any],
+        endpoints: Mapping[int, PlannedEndpoint],
+        start: Position | None = None,
     ) -> None:
         """Add endpoints."""
         settings = {number: self._settings(number, each) for number, each in endpoints.items()}
@@ -95,7 +118,12 @@ class Environment:
         async def plan(change: Change) -> None:
             added = {n: plan_addition(change, its, CLEAR) for n, its in settings.items()}
             add_endpoints(change, [new.row for new in added.values()])
-            replace_subscriptions(change, [new.id for new in added.values()])
+            if start is None:
+                replace_subscriptions(change, [new.id for new in added.values()])
+            else:
+                begins = await resolve_start(change.db, start)
+                for new in added.values():
+                    begin_feed(change, new.id, begins)
             # Before it is written, after which deliveries may arrive at once.
             for number, new in added.items():
                 self.endpoint_ids[new.id] = number

@@ -58,6 +58,16 @@ class OwnershipEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotStart:
+    """The position of a snapshot, at which an endpoint began."""
+
+    seen: frozenset[bytes]
+    """The ids of the events of its types that the snapshot saw."""
+    at: float
+    """When the endpoint was added."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunFacts:
     """All facts of a run."""
 
@@ -82,6 +92,8 @@ class RunFacts:
     """Numbers of the event types that each endpoint gets."""
     late: frozenset[int] = frozenset()
     """Endpoints added later: they get only a part of the events."""
+    snapshots: Mapping[int, SnapshotStart] = field(default_factory=dict)
+    """Those of them that began at the position of a snapshot."""
 
 
 def numbers_by_lane(ranges: Iterable[DeadRange]) -> dict[str, set[int]]:

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from outbox.core.model.position import parse_position
 from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError
 from outbox.operations.criteria import DeadLetterSelection
 from outbox.operations.dead_letters import replay as replays
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 ACTOR = "outbox-prove"
 FAULT_LANES_MAX = 4
 ENDPOINTS_HIT_MAX = 10
+POSITION_KEPT_S_MAX = 3.0
+"""How long a position is kept before an endpoint begins at it."""
 APPLIED_MAX = 5
 LEADER_TIMEOUT_S = 1.0
 COMMAND_TIMEOUT_S, RESUME_TIMEOUT_S = 10.0, 60.0
@@ -80,6 +83,7 @@ class FaultInjector:
             "lanes": self._lanes,
             "pause": self._pause,
             "add": self._add,
+            "snapshot": self._snapshot,
             "replay": self._replay,
             "half-command": self._interrupt_command,
             "freeze-command": self._interrupt_command,
@@ -385,6 +389,19 @@ class FaultInjector:
             number = await self._environment.add_subscriber(connection, source)
         run.endpoints.add(number)
         self._report(run, f"e{number}, with the events of e{source}")
+
+    async def _snapshot(self, run: FaultRun) -> None:
+        environment = self._environment
+        source = run.rng.randrange(environment.plan.endpoints)
+        types = [environment.plan.type_name(n) for n in environment.plan.endpoint(source).types]
+        async with environment.control.use_within(COMMAND_TIMEOUT_S) as connection:
+            text, seen = await queries.take_snapshot(connection, environment.plan.schema, types)
+        await asyncio.sleep(run.rng.uniform(0.0, POSITION_KEPT_S_MAX))
+        async with environment.control.use_within(COMMAND_TIMEOUT_S) as connection:
+            start = parse_position(text), seen
+            number = await environment.add_subscriber(connection, source, start)
+        run.endpoints.add(number)
+        self._report(run, f"e{number}, with what a snapshot did not see of e{source}")
 
     async def _replay(self, run: FaultRun) -> None:
         async with self._environment.control.use_within(COMMAND_TIMEOUT_S) as connection:

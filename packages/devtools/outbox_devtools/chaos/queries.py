@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
+import outbox
 from outbox.core.model.ids import lane_name
 from outbox.core.model.sql_names import quote_ident
 from outbox.errors import CannotRun
@@ -69,18 +70,22 @@ SELECT endpoint_id, at, kind = 'endpoint_claimed' AS claimed,
 
 ANALYZE = """
 ANALYZE outbox, batch, delivery, attempt, lane, lane_counter, lane_progress, subscription,
-        endpoint, dead_letter, replay, replay_job, replay_job_endpoint, journal, ownership
+        endpoint, dead_letter, feed, feed_step, replay, replay_job, replay_job_endpoint, journal,
+        ownership
 """
 
-# Every event is sequenced, no gap is open, and every replay job has ended.
+# Every event is sequenced, no gap is open, and every replay job and every feed has ended.
 ALL_SEQUENCED = """
 SELECT (SELECT coalesce(max(id), 0) FROM outbox) <= b.high
    AND b.young = '{}' AND NOT EXISTS (SELECT FROM gap)
    AND NOT EXISTS (SELECT FROM replay_job_endpoint WHERE ended_at IS NULL)
+   AND NOT EXISTS (SELECT FROM feed WHERE ended_at IS NULL)
   FROM batch b ORDER BY b.batch DESC LIMIT 1
 """
 
 ALL_OWNED = "SELECT NOT EXISTS (SELECT FROM ownership WHERE replica_id IS NULL)"
+
+READ_SEEN = "SELECT event_id FROM outbox WHERE type = ANY ($1)"
 
 READ_LEADER = "SELECT writer FROM cursor"
 
@@ -151,6 +156,16 @@ async def terminate(
     return bool(await connection.fetchval(TERMINATE, pids, ports, session.pid))
 
 
+async def take_snapshot(
+    connection: Connection[Any], schema: str, types: Sequence[str]
+) -> tuple[str, frozenset[bytes]]:
+    """Take the position of a snapshot; returns the events of some types that it saw, too."""
+    async with connection.transaction(isolation="repeatable_read"):
+        position = await outbox.snapshot(connection, schema=schema)
+        rows = await connection.fetch(READ_SEEN, types)
+    return position, frozenset(row["event_id"].bytes for row in rows)
+
+
 async def lane_counts(connection: Connection[Any], ids: Mapping[UUID, int]) -> list[LaneCount]:
     """Return all lanes, including those of older generations.
 
@@ -198,7 +213,7 @@ async def analyze(connection: Connection[Any]) -> None:
 
 
 async def all_sequenced(connection: Connection[Any]) -> bool:
-    """Whether every event is sequenced."""
+    """Whether every event is sequenced, and delivered to endpoints that catch up."""
     return bool(await connection.fetchval(ALL_SEQUENCED))
 
 

@@ -119,8 +119,12 @@ def measure_recovery(ledger: Ledger, facts: RunFacts) -> Recovery:
     overdue: list[Wait] = []
     for endpoint, lanes in of_endpoint.items():
         disturbances = _disturbances(endpoint, facts, history)
+        snapshot = facts.snapshots.get(endpoint)
+        added_at = 0.0 if snapshot is None else snapshot.at
         for lane in lanes:
-            for (seq, begin, end), current in _with_current(_waits(ledger, lane), disturbances):
+            for (seq, begin, end), current in _with_current(
+                _waits(ledger, lane, added_at), disturbances
+            ):
                 longest_s = max(longest_s, end - begin)
                 undisturbed_s = _outside(current, begin, end)
                 longest_undisturbed_s = max(longest_undisturbed_s, undisturbed_s)
@@ -203,9 +207,14 @@ def _outside(current: list[_Disturbance], begin: float, end: float) -> float:
     return outside_s + max(end - at, 0.0)
 
 
-def _waits(ledger: Ledger, lane: LaneRecord) -> Iterator[tuple[int, float, float]]:
-    """Yield (number, begin, end) of the time in which each number was the next one."""
-    before_at = 0.0
+def _waits(
+    ledger: Ledger, lane: LaneRecord, before_at: float
+) -> Iterator[tuple[int, float, float]]:
+    """Yield (number, begin, end) of the time in which each number was the next one.
+
+    Args:
+        before_at: when the endpoint was added, if it gets earlier events.
+    """
     for seq in lane.numbers():
         place = ledger.committed.get(lane.events[seq - 1])
         arrived_at = lane.first_at[seq - 1]

@@ -274,6 +274,7 @@ class ChaosRun:
             unsettled=unsettled,
             subscriptions=dict(subscriptions),
             late=frozenset(n for n in subscriptions if n >= environment.plan.endpoints),
+            snapshots=dict(environment.snapshots),
         )
 
     async def _watch_loop_lag(self) -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from outbox_devtools.chaos.facts import DeadRange, Incident, LaneCount, OwnershipEvent
+from outbox_devtools.chaos.facts import (
+    DeadRange,
+    Incident,
+    LaneCount,
+    OwnershipEvent,
+    SnapshotStart,
+)
 from outbox_devtools.chaos.ledger import ResponseOutcome
 from outbox_devtools.chaos.plan import CHECKS
 from packages.devtools.tests.chaos.small_run import LANE, SmallRun, event, wrong
@@ -72,6 +78,33 @@ def test_an_endpoint_that_was_added_later_gets_its_source_s_events_and_may_have_
     for type_, found in ((0, {}), (1, {"phantoms": 1})):
         subscriptions = {0: frozenset({0}), 7: frozenset({type_})}
         assert wrong(run.check(subscriptions=subscriptions, late=late)) == found
+
+
+@pytest.mark.parametrize(
+    ("seen", "found"),
+    [
+        ({1, 2}, {}),
+        # The position is of an earlier snapshot, of a later one, or of another database.
+        ({1, 2, 3}, {"snapshots": 1}),
+        ({1}, {"snapshots": 1}),
+        ({3, 4}, {"snapshots": 4}),
+    ],
+)
+def test_an_endpoint_at_the_position_of_a_snapshot_gets_exactly_what_it_did_not_see(
+    run: SmallRun, seen: set[int], found: dict[str, int]
+) -> None:
+    run.deliver(1, 2, 3, 4)
+    for seq, n in ((1, 3), (2, 4)):
+        run.send(
+            seq, lane="lane-1", endpoint=7, event_id=event(n), version=n, delivery_id=f"other{n}"
+        )
+    of_both = {0: frozenset({0}), 7: frozenset({0})}
+    snapshots = {7: SnapshotStart(frozenset(map(event, seen)), run.now)}
+    lanes = (LaneCount(LANE, 0, 4), LaneCount("lane-1", 7, 2))
+    facts = {"subscriptions": of_both, "late": frozenset({7}), "snapshots": snapshots}
+    assert wrong(run.check(**facts, lanes=lanes)) == found
+    # The command that would have added it failed.
+    assert wrong(run.check(**facts, lanes=lanes[:1])).keys() <= {"holes"}
 
 
 def test_an_event_is_delivered_to_every_endpoint_that_subscribes_to_its_type(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox_devtools.chaos.facts import STALL, Incident, OwnershipEvent
+from outbox_devtools.chaos.facts import STALL, Incident, OwnershipEvent, SnapshotStart
 from packages.devtools.tests.chaos.small_run import SmallRun, wrong
 
 if TYPE_CHECKING:
@@ -20,7 +20,10 @@ OWNED = (OwnershipEvent(0, 0.0, OWNER, claimed=True),)
 
 
 def pending_for(
-    seconds: float, *incidents: Incident, ownership: tuple[OwnershipEvent, ...] = OWNED
+    seconds: float,
+    *incidents: Incident,
+    ownership: tuple[OwnershipEvent, ...] = OWNED,
+    **facts: Any,
 ) -> CheckResult:
     """Return the result of a run whose only delivery is pending from BEGIN on."""
     run = SmallRun()
@@ -28,7 +31,7 @@ def pending_for(
     run.commit(1)
     run.later(seconds)
     run.send(1)
-    return run.check(incidents=incidents, ownership_events=ownership, lease_s=LEASE_S)
+    return run.check(incidents=incidents, ownership_events=ownership, lease_s=LEASE_S, **facts)
 
 
 def fault(
@@ -48,6 +51,12 @@ def test_without_a_fault_a_delivery_is_overdue_after_three_leases() -> None:
     assert wrong(result) == {"overdue": 1}
     assert "6.5 s of it undisturbed" in result.findings["overdue"].examples[0]
     assert result.recovery.undisturbed_s == pytest.approx(6.5, abs=0.15)
+
+
+def test_an_endpoint_at_a_position_waits_for_earlier_events_from_its_addition_on() -> None:
+    for added_at, found in ((BEGIN + 3.0, {}), (BEGIN + 0.1, {"overdue": 1})):
+        start = SnapshotStart(frozenset(), added_at)
+        assert wrong(pending_for(6.5, snapshots={0: start})) == found
 
 
 def test_a_fault_of_its_owner_may_delay_an_endpoint_by_three_leases() -> None:

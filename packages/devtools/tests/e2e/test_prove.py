@@ -8,17 +8,23 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.store.connection import dsn
+from outbox_devtools.chaos import queries
+from outbox_devtools.chaos.plan import ChaosPlan
+from outbox_devtools.chaos.run import RunProgress, run_chaos
 from outbox_devtools.development_receiver import DevelopmentReceiver
 from tests.support.process import Ended, command_line, environment
 from tests.support.processes import family, running
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from asyncpg import Connection
 
     from tests.support.postgres import Database
 
@@ -88,6 +94,35 @@ async def test_only_the_own_schema_changes_in_a_shared_database(
     assert totals.accepted == report["committed"]
     assert report["delivered"] == report["committed"]
     assert await schemas(database) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_exact", [True, False])
+async def test_a_position_that_is_not_the_snapshot_s_is_noticed(
+    database: Database, seed: int, monkeypatch: pytest.MonkeyPatch, is_exact: bool
+) -> None:
+    take = queries.take_snapshot
+
+    async def take_too_early(
+        connection: Connection[Any], schema: str, types: Sequence[str]
+    ) -> tuple[str, frozenset[bytes]]:
+        position, seen = await take(connection, schema, types)
+        later = seen
+        while later == seen:
+            _, later = await take(connection, schema, types)
+        return position, later
+
+    if not is_exact:
+        monkeypatch.setattr(queries, "take_snapshot", take_too_early)
+    chosen = ChaosPlan(
+        minutes=0.1, replicas=2, rate=100, endpoints=3, fault_every_s=1, kinds=("snapshot",),
+        seed=seed % 10**9,
+    )  # fmt: skip
+    address = dsn.parse(database.dsn, source="test", env={})
+    report = await run_chaos(chosen, address, RunProgress(print))
+    assert report.faults == {"snapshot": 5}
+    found = {name: note.count for name, note in report.result.findings.items() if note.count}
+    assert found.keys() == (set() if is_exact else {"snapshots"}), report
 
 
 @pytest.mark.full
