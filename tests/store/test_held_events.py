@@ -622,17 +622,26 @@ async def test_a_run_by_hand_is_held_likewise(db: Connection[Any], mover: Mover)
     assert await db.fetchval("SELECT event_id FROM outbox WHERE payload = '2'") == run.id
 
 
-@pytest.mark.parametrize(("patterns", "cost"), [(100, 1), (101, 2)])
+@pytest.mark.parametrize(("patterns", "cost"), [(66, 2), (67, 3)])
 async def test_a_run_is_charged_with_its_deliveries(
     db: Connection[Any], patterns: int, cost: int
 ) -> None:
     """Or with those to all endpoints, if their patterns are too many to compare."""
-    await db.execute("ALTER TABLE subscription DROP CONSTRAINT subscription_endpoint_id_fkey")
+    for table in ("subscription", "feed"):
+        await db.execute(f"ALTER TABLE {table} DROP CONSTRAINT {table}_endpoint_id_fkey")
     await db.execute(f"""
         INSERT INTO subscription (endpoint_id, from_batch, to_batch, types, tenant, all_tenants)
         SELECT gen_random_uuid(), 0, to_batch, array_fill(pattern, '{{{patterns}}}'), tenant, false
           FROM (VALUES ('acme', '**', NULL), ('acme', 'other.*', NULL), ('acme', '**', 1),
                        ('globex', '**', NULL)) AS v(tenant, pattern, to_batch)
+    """)
+    # An endpoint that is fed earlier events first gets this one, too.
+    await db.execute(f"""
+        INSERT INTO feed (endpoint_id, from_batch, from_id, batch, outbox_id, types, tenant,
+                          all_tenants, ended_at, end_reason)
+        SELECT gen_random_uuid(), 0, 0, 0, 0, array_fill('**'::text, '{{{patterns}}}'), 'acme',
+               false, ended_at, end_reason
+          FROM (VALUES (NULL, NULL), (now(), 'arrived')) AS v(ended_at, end_reason)
     """)
     await add_schedule(db, tenant="acme")
     await schedule_changes.run_schedule_now(db, "relay", "daily", actor="test")

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
+from outbox.core.model.start import BEGINNING
 from outbox.operations.schedules import changes as schedule_changes
 from outbox.store.schedules import schedule_runs
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
+from tests.support.relay import OK, Network, add_endpoint, all_ended, publish, running
 from tests.support.schedules import DAY, add_schedule, journal, let_be_due, published
 from tests.support.waiting import until
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.core.model.response import AttemptResult
     from tests.support.postgres import Database
+    from tests.support.relay import Sent
 
 pytestmark = pytest.mark.system
 
@@ -185,3 +189,35 @@ async def test_the_next_due_time_is_known(db: Connection[Any], store: ScheduleRu
     due_in_s = await store.due_in_s()
     assert due_in_s is not None
     assert 80_000 < due_in_s < 86_400
+
+
+async def test_an_event_has_not_ended_until_feeds_have_given_it_to_their_endpoints(
+    database: Database, db: Connection[Any]
+) -> None:
+    async def ended() -> list[int]:
+        rows = await db.fetch(schedule_runs.READ_ENDED, [1, 2, 3])
+        return sorted(row["outbox_id"] for row in rows)
+
+    responds = asyncio.Event()
+
+    async def script(sent: Sent) -> AttemptResult:
+        if sent.url.endswith("/second"):
+            await responds.wait()
+        return OK
+
+    await add_endpoint(database, "first")
+    async with running(database, Network()):
+        await publish(database, {"n": 1})
+        await publish(database, {"n": 2}, type="c.d")
+        await publish(database, {"n": 3})
+        await all_ended(database)
+    assert await ended() == [1, 2, 3]
+    await add_endpoint(database, "second", types=["a.*"], filter="@.n > 2", start=BEGINNING)
+    assert await ended() == [1, 2], "neither the other type nor what the filter rejects is fed"
+    async with running(database, Network(script)):
+        fed = "SELECT count(*) = 1 FROM feed WHERE end_reason = 'arrived' AND fed = 1"
+        await until(lambda: db.fetchval(fed), what="the endpoint to subscribe")
+        assert await ended() == [1, 2], "it is pending in the batch that fed it"
+        responds.set()
+        await all_ended(database)
+    assert await ended() == [1, 2, 3]

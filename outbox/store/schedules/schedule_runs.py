@@ -37,7 +37,7 @@ from outbox.store.connection.row_security import rows_hidden
 from outbox.store.refused_rows import RefusedRowReports, is_refused, reason_of
 from outbox.store.routing_change import ADD_TO_JOURNAL
 from outbox.store.sql.message import WriteStatement
-from outbox.store.sql.type_match import MATCHES, TENANT_MATCHES
+from outbox.store.sql.type_match import FILTER_MET, MATCHES, SUBSCRIBERS, TENANT_MATCHES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,10 +90,11 @@ SELECT abort_unless((SELECT count(*) FROM unchanged) = cardinality($1::bigint[])
 """,
 )
 
-# Which of some events are delivered or dead-lettered in every lane: they are sequenced, and no
-# lane of their batch has them pending.
+# Which of some events are delivered or dead-lettered in every lane: they are sequenced, no feed is
+# yet to give them to its endpoint, and no lane of their batches has them pending.
 #   positions: the first batch with high >= id; `late` if the event was in a gap.
 #   sequenced: the batch that contains the event.
+#   given: that one, and those in which feeds gave the event to endpoints.
 # OFFSET 0 keeps the deliveries an index lookup per lane.
 READ_ENDED = f"""
 WITH positions AS MATERIALIZED (
@@ -109,16 +110,32 @@ sequenced AS MATERIALIZED (
       FROM positions p CROSS JOIN LATERAL (
            SELECT batch FROM batch
             WHERE p.late AND batch > p.batch AND NOT isempty(found) AND found @> p.outbox_id
-            ORDER BY batch LIMIT 1) f)
+            ORDER BY batch LIMIT 1) f),
+given AS MATERIALIZED (
+    SELECT outbox_id, batch FROM sequenced
+     UNION
+    SELECT g.outbox_id, f.batch FROM sequenced g CROSS JOIN LATERAL fed_in(g.batch, g.outbox_id) f)
 SELECT g.outbox_id FROM sequenced g
- WHERE NOT {rows_hidden("batch", "delivery_run", "lane_progress", "attempt_run")} AND NOT EXISTS (
-       SELECT FROM batch b CROSS JOIN LATERAL unnest(b.lanes) AS lane(id)
+ WHERE NOT {
+    rows_hidden(
+        "batch", "delivery_run", "lane_progress", "attempt_run", "feed", "feed_step", "outbox"
+    )
+}
+   AND NOT EXISTS (
+       SELECT FROM feed s JOIN outbox o ON o.id = g.outbox_id
+        WHERE s.ended_at IS NULL AND (s.batch, s.outbox_id) < (g.batch, g.outbox_id)
+          AND NOT s.seen @> g.outbox_id AND o.erased_at IS NULL
+          AND coalesce(o.expires_at > clock_timestamp(), true)
+          AND {MATCHES} AND {FILTER_MET} IS NOT FALSE)
+   AND NOT EXISTS (
+       SELECT FROM given n JOIN batch b ON b.batch = n.batch
+        CROSS JOIN LATERAL unnest(b.lanes) AS lane(id)
         CROSS JOIN LATERAL (
               SELECT lane_id, batch, seq FROM delivery
                WHERE lane_id = lane.id AND batch = b.batch AND outbox_id = g.outbox_id
                  AND replay_id IS NULL OFFSET 0) d
          JOIN lane_progress p ON p.lane_id = d.lane_id AND p.acked_seq < d.seq
-        WHERE b.batch = g.batch
+        WHERE n.outbox_id = g.outbox_id
           AND NOT EXISTS (
               SELECT FROM attempt a
                WHERE a.lane_id = d.lane_id AND a.batch = d.batch AND a.seq = d.seq
@@ -177,7 +194,7 @@ TRY_LOCK_SHARES = WriteStatement("try_lock_shares", _SHARES.format(lock="try_loc
 
 # Holds runs of tenants' schedules, whose shares are locked.  Moving the last one tells the schedule
 # its id.  It fails unless each event was stored and the newest one of each tenant is named.
-#   charged: with the deliveries to the endpoints that subscribe to the type, or to all endpoints of
+#   charged: with the deliveries to the endpoints that get the type, or to all endpoints of
 #     the tenant and of all tenants if they have more than PATTERNS_MAX patterns: a tenant may have
 #     10,000 within its quotas, which take 0.2 s for each type, while others' events wait.
 HOLD_RUNS = WriteStatement(
@@ -186,12 +203,12 @@ HOLD_RUNS = WriteStatement(
 charged AS MATERIALIZED (
     SELECT o.tenant, o.type,
            greatest(CASE WHEN every.patterns > {PATTERNS_MAX} THEN every.endpoints ELSE (
-               SELECT count(*) FROM subscription s WHERE s.to_batch IS NULL AND {MATCHES})
+               SELECT count(*) FROM {SUBSCRIBERS} s WHERE {MATCHES})
            END, 1)::integer AS cost
       FROM (SELECT DISTINCT tenant, type FROM run) o
      CROSS JOIN LATERAL (
            SELECT count(*) AS endpoints, sum(cardinality(s.types)) AS patterns
-             FROM subscription s WHERE s.to_batch IS NULL AND {TENANT_MATCHES}) every),
+             FROM {SUBSCRIBERS} s WHERE {TENANT_MATCHES}) every),
 published AS (
     INSERT INTO future_event (event_id, tenant, type, key, payload, headers, deliver_at, cost,
                               held_before)

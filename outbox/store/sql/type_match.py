@@ -22,6 +22,12 @@ TENANT_MATCHES = "(s.all_tenants OR s.tenant IS NOT DISTINCT FROM o.tenant)"
 
 MATCHES = f"({TYPE_MATCHES} AND {TENANT_MATCHES})"
 
+SUBSCRIBERS = """(
+    SELECT endpoint_id, types, tenant, all_tenants FROM subscription WHERE to_batch IS NULL
+     UNION ALL
+    SELECT endpoint_id, types, tenant, all_tenants FROM feed WHERE ended_at IS NULL)"""
+"""What endpoints get of new events: subscribers, and those that are fed earlier ones first."""
+
 FILTER_MET = (
     "(s.filter IS NULL OR CASE WHEN o.payload IS NOT NULL "
     "THEN matches_filter(o.payload, s.filter) WHEN o.body IS NOT NULL THEN false END)"

@@ -19,6 +19,7 @@ from outbox.errors import OutboxError
 from outbox.producers.publishing import publish_by
 from outbox.producers.statements import PUBLISH_SHARED
 from outbox.store.connection.connect import map_errors
+from outbox.store.sql.type_match import SUBSCRIBERS
 from outbox_api.problem import Refusal
 from outbox_api.rate_limit import too_many_requests
 from outbox_api.shares import SHARE, TENANT_SEGMENTS_MAX, Shares, build_routes
@@ -35,25 +36,25 @@ ATTEMPTS_MAX = 5
 """Publications of a request while the routes change.  The last one has the costs that were found
 last."""
 
-# Current subscriptions of a tenant alone ($1; NULL: none), and those to all tenants ($2), with the
-# routing version: a row without types if there are none.  The first are found by their endpoints,
-# which have an index: each tenant's are read again with each change of anybody's routing.
-READ_SUBSCRIPTIONS = """
+# What endpoints of a tenant alone ($1; NULL: none), and those of all tenants ($2), get of new
+# events, with the routing version: a row without types if there are none.  The first are found by
+# their endpoints, which have an index: each tenant's are read again with each change of anybody's
+# routing.
+READ_SUBSCRIPTIONS = f"""
 SELECT c.version, found.types, found.all_tenants
   FROM cursor c
   LEFT JOIN (
        SELECT s.types, s.all_tenants
          FROM endpoint e CROSS JOIN LATERAL (
-              SELECT types, tenant, all_tenants FROM subscription
-               WHERE endpoint_id = e.id AND to_batch IS NULL OFFSET 0) s
+              SELECT types, tenant, all_tenants FROM {SUBSCRIBERS} each
+               WHERE endpoint_id = e.id OFFSET 0) s
         WHERE e.tenant = $1 AND s.tenant = $1 AND NOT s.all_tenants
           AND e.state IN ('active', 'paused')
         UNION ALL
        SELECT s.types, s.all_tenants
-         FROM subscription s JOIN endpoint e ON e.id = s.endpoint_id
-        WHERE $2 AND e.state IN ('active', 'paused')
-          AND s.to_batch IS NULL AND s.all_tenants) found ON true
-"""
+         FROM {SUBSCRIBERS} s JOIN endpoint e ON e.id = s.endpoint_id
+        WHERE $2 AND e.state IN ('active', 'paused') AND s.all_tenants) found ON true
+"""  # noqa: S608 (constants only)
 
 
 class FairPublisher:

@@ -131,6 +131,18 @@ async def test_the_cost_follows_a_change_of_routing(database: Database, tenants:
     assert await stored(database) == ("cde", "")
 
 
+async def test_an_endpoint_that_gets_earlier_events_first_counts_in_the_cost(
+    database: Database, tenants: Tenants
+) -> None:
+    later = {"deliver_at": "2999-01-01T00:00:00Z"}
+    await publish(tenants.acme, "a", **later)
+    fed = {"name": "acme.2", "url": "https://example.com/", "types": ["a.b"], "from": "beginning"}
+    assert (await tenants.acme.post("/v1/endpoints", fed)).status == 201
+    await publish(tenants.acme, "b", **later)
+    costs = "SELECT array_agg(cost ORDER BY id) FROM future_event"
+    assert await fetchval(database, costs) == [2, 3]
+
+
 OTHERS = """
 INSERT INTO endpoint (id, name, url, tenant, retry, lanes)
 SELECT gen_random_uuid(), 'e' || n, 'http://127.0.0.1:9/', 't' || n / 10, '{}', 1

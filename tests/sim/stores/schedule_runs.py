@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.sequencing.feeds import Place
+from outbox.core.sequencing.router import RoutableEvent, Route, Router
 from outbox.store.schedules import schedule_runs
 from outbox.store.schedules.schedule_runs import (
     SCHEDULES_MAX,
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from outbox.store.schedules.schedule_runs import ScheduleDecision
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Steps, Transaction
-    from tests.sim.database.tables import Database
+    from tests.sim.database.tables import Batch, Database
 
 
 class ScheduleRunStore(schedule_runs.ScheduleRunStore):
@@ -129,6 +131,34 @@ def _has_ended(db: Database, tx: Transaction, outbox_id: int) -> bool:
         if not late:
             return False
         batch = late[0]
+    given = {batch.batch}
+    for f in tx.rows(db.feed):
+        place, event_place = Place(f["batch"], f["outbox_id"]), Place(batch.batch, outbox_id)
+        if place < event_place:
+            if f["ended_at"] is None and _may_feed(db, f, outbox_id):
+                return False
+        elif (f["from_batch"], f["from_id"]) < event_place:
+            steps = [s for s in tx.rows(db.feed_step) if s["feed_id"] == f["id"]]
+            reached = [s for s in steps if (s["to_batch"], s["to_id"]) >= event_place]
+            first = sorted(reached, key=lambda s: (s["to_batch"], s["to_id"]))[:1]
+            given.update(s["batch"] for s in first)
+    return all(_is_done(db, tx, b, outbox_id) for b in db.batches if b.batch in given)
+
+
+def _may_feed(db: Database, feed: Row, outbox_id: int) -> bool:
+    """Whether a feed is to give an event to its endpoint."""
+    event = db.outbox.get(outbox_id)
+    if event is None or any(lo <= outbox_id <= hi for lo, hi in feed["seen"]):
+        return False
+    if event.expires_at is not None and event.expires_at <= db.clock_timestamp():
+        return False
+    route = Route(feed["endpoint_id"], tuple(feed["types"]), None, True, (0,), feed["filter"])
+    routable = RoutableEvent(event.id, None, event.type, event.key_hash)
+    return bool(Router([route]).placements([routable]))
+
+
+def _is_done(db: Database, tx: Transaction, batch: Batch, outbox_id: int) -> bool:
+    """Whether an event is delivered or dead-lettered in the lanes of a batch."""
     for lane_id in batch.lanes:
         progress = tx.get(db.lane_progress, lane_id)
         if progress is None:
