@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +13,7 @@ from outbox.core.model.position import encode, parse_position
 from outbox.core.model.response import AttemptResult
 from outbox.core.model.start import BEGINNING
 from outbox.core.sequencing import feeds
-from outbox.errors import Conflict
+from outbox.errors import Conflict, UsageError
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.endpoints import queries as endpoints
 from outbox.operations.endpoints import removal as endpoint_removal
@@ -407,6 +407,23 @@ async def test_a_preview_counts_what_follows_and_changes_nothing(database: Datab
     assert (found.events, found.matching) == (5, 4)
     assert (old.events, old.matching) == (8, None)
     assert await fetchval(database, "SELECT count(*) FROM feed") == 0
+
+
+async def test_a_time_or_an_age_begins_after_the_newest_batch_before_it(database: Database) -> None:
+    await add_endpoint(database, "first")
+    await sequenced(database, *range(3))
+    await fetchval(database, "UPDATE batch SET at = at - interval '1 hour'")
+    await sequenced(database, *range(3, 7))
+    half_an_hour = timedelta(minutes=30)
+    now: datetime = await fetchval(database, "SELECT clock_timestamp()")
+    settings = EndpointSettings(name="second", url="http://receiver.test/", types=("a.*",))
+    async with database.at_hand() as db:
+        for start, events in ((half_an_hour, 4), (now - half_an_hour, 4), (timedelta(0), 0)):
+            assert (await preview_start(db, "relay", settings, start)).events == events
+        with pytest.raises(UsageError, match="is in the future"):
+            await preview_start(db, "relay", settings, now + half_an_hour)
+        with pytest.raises(Conflict, match="are gone"):
+            await preview_start(db, "relay", settings, timedelta(hours=2))
 
 
 async def test_a_running_feed_is_shown_and_keeps_its_events(database: Database) -> None:

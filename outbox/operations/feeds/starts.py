@@ -7,7 +7,7 @@ From there on it is fed what earlier batches sequenced, until it subscribes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from asyncpg import Range
@@ -18,7 +18,6 @@ from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import Conflict, UsageError
 from outbox.store.absence_proof import multirange, ranges_of
 from outbox.store.connection.connect import map_errors
-from outbox.store.routing_change import READ_NOW
 from outbox.store.sql.message import WriteStatement
 from outbox.store.sql.type_match import FILTER_MET, MATCHES
 
@@ -55,11 +54,21 @@ SELECT b.high, b.at, g.batch AS gone, g.until AS gone_until,
   LEFT JOIN batch b ON b.batch = $1
 """  # noqa: S608 (constants only)
 
-# The newest batch before a time, and that after which nothing is gone.
-FIND_BATCH_BEFORE = """
-SELECT batch FROM batch WHERE at < $1 ORDER BY at DESC, batch DESC LIMIT 1
-"""
-READ_OLDEST = f"SELECT batch FROM ({_GONE}) g"  # noqa: S608 (constants only)
+# The newest batch before a time ($1) or an age ($2), and whether something after it is gone.
+FIND_BATCH_BEFORE = f"""
+SELECT t.at, t.at > t.now AS is_future, b.batch, b.high,
+       b.batch IS NULL OR b.batch < g.batch AS is_gone
+  FROM (SELECT now, coalesce($1::timestamptz, now - $2::interval) AS at
+          FROM (SELECT clock_timestamp() AS now) clock) t
+ CROSS JOIN ({_GONE}) g
+  LEFT JOIN LATERAL (
+       SELECT batch, high FROM batch WHERE at < t.at ORDER BY at DESC, batch DESC LIMIT 1) b ON true
+"""  # noqa: S608 (constants only)
+
+# The oldest batch after which nothing is gone.
+FIND_OLDEST = f"SELECT batch, b.high FROM ({_GONE}) g JOIN batch b USING (batch)"  # noqa: S608
+
+READ_GONE = f"SELECT coalesce(batch > $1, false) FROM ({_GONE}) g"  # noqa: S608 (constants only)
 
 COUNT_AFTER = "SELECT coalesce(sum(events), 0)::bigint FROM batch WHERE batch > $1"
 
@@ -175,25 +184,18 @@ async def resolve_start(db: Any, start: Start) -> FeedStart:
         _check_position(start, row)
         return FeedStart(start.batch, start.high, start.high, start.seen, is_position=True)
     if start == BEGINNING:
-        batch = await db.fetchval(READ_OLDEST)
-    else:
-        now: datetime = await db.fetchval(READ_NOW)
-        at = now - start if isinstance(start, timedelta) else start
-        if at > now:
-            raise UsageError(f"from: {at.isoformat()} is in the future")
-        batch = await db.fetchval(FIND_BATCH_BEFORE, at)
-        if batch is None or await _is_gone(db, batch):
-            raise Conflict(
-                f"from: events after {at.isoformat()} are gone; the oldest that are kept: "
-                f"from {BEGINNING}"
-            )
-    row = await db.fetchrow(READ_BATCH, batch)
-    return FeedStart(batch, row["high"], row["high"])
-
-
-async def _is_gone(db: Any, batch: int) -> bool:
-    gone: int | None = await db.fetchval(READ_OLDEST)
-    return gone is not None and batch < gone
+        row = await db.fetchrow(FIND_OLDEST)
+        return FeedStart(row["batch"], row["high"], row["high"])
+    is_age = isinstance(start, timedelta)
+    row = await db.fetchrow(FIND_BATCH_BEFORE, *((None, start) if is_age else (start, None)))
+    if row["is_future"]:
+        raise UsageError(f"from: {row['at'].isoformat()} is in the future")
+    if row["is_gone"]:
+        raise Conflict(
+            f"from: events after {row['at'].isoformat()} are gone; the oldest that are kept: "
+            f"from {BEGINNING}"
+        )
+    return FeedStart(row["batch"], row["high"], row["high"])
 
 
 def _check_position(position: Position, row: Any) -> None:
@@ -243,7 +245,7 @@ async def resolve_missed(db: Any, endpoint_id: UUID) -> FeedStart | None:
             raise Conflict(_MISSED_IS_GONE)
         return None
     start = FeedStart(row["batch"], row["outbox_id"], row["high"], ranges_of(row["seen"]))
-    if await _is_gone(db, start.batch - start.is_inside):
+    if await db.fetchval(READ_GONE, start.batch - start.is_inside):
         raise Conflict(_MISSED_IS_GONE)
     return start
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncpg import Range
 
 from outbox.operations.feeds import starts as real
-from outbox.store import routing_change
 from tests.sim.database.engine import abort_unless
 from tests.sim.stores import feeds, timeline
 from tests.sim.stores.change import new_job
-from tests.sim.stores.routing_change import read_now
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -32,17 +30,20 @@ class Reads:
         self._connection = connection
 
     async def fetchrow(self, statement: str, *arguments: Any) -> Row | None:
-        steps: dict[str, Any] = {real.READ_BATCH: read_batch, real.READ_LEFT_AT: read_left_at}
+        steps: dict[str, Any] = {
+            real.READ_BATCH: read_batch,
+            real.READ_LEFT_AT: read_left_at,
+            real.FIND_BATCH_BEFORE: find_batch_before,
+            real.FIND_OLDEST: find_oldest,
+        }
         row: Row | None = await self._connection.call(steps[statement], *arguments)
         return row
 
     async def fetchval(self, statement: str, *arguments: Any) -> Any:
         steps: dict[str, Any] = {
-            real.READ_OLDEST: read_oldest,
-            real.FIND_BATCH_BEFORE: find_batch_before,
+            real.READ_GONE: is_gone,
             real.COUNT_AFTER: count_events_after,
             real.HAS_BEGUN: has_begun,
-            routing_change.READ_NOW: read_now,
         }
         return await self._connection.call(steps[statement], *arguments)
 
@@ -84,8 +85,15 @@ def read_gone(db: Database, tx: Transaction) -> Gone:
     return Gone(batch, None if until is None else datetime.fromtimestamp(until).astimezone())
 
 
-def read_oldest(db: Database, tx: Transaction) -> int:
-    return read_gone(db, tx).batch
+def is_gone(db: Database, tx: Transaction, batch: int) -> bool:
+    return batch < read_gone(db, tx).batch
+
+
+def find_oldest(db: Database, tx: Transaction) -> Row:
+    batch = read_gone(db, tx).batch
+    found = _find(feeds.kept_batches(db, tx), batch)
+    assert found is not None
+    return {"batch": batch, "high": found.high}
 
 
 def history_changed(db: Database, tx: Transaction) -> bool:
@@ -111,9 +119,17 @@ def _find(batches: list[Batch], batch: int) -> Batch | None:
     return next((b for b in batches if b.batch == batch), None)
 
 
-def find_batch_before(db: Database, tx: Transaction, at: datetime) -> int | None:
-    before = [(b.at, b.batch) for b in feeds.kept_batches(db, tx) if b.at < at]
-    return max(before)[1] if before else None
+def find_batch_before(
+    db: Database, tx: Transaction, at: datetime | None, age: timedelta | None
+) -> Row:
+    now = db.clock_timestamp()
+    if at is None:
+        assert age is not None
+        at = now - age
+    before = [(b.at, b.batch, b.high) for b in feeds.kept_batches(db, tx) if b.at < at]
+    _, batch, high = max(before, default=(None, None, None))
+    gone = batch is None or is_gone(db, tx, batch)
+    return {"at": at, "is_future": at > now, "batch": batch, "high": high, "is_gone": gone}
 
 
 def count_events_after(db: Database, tx: Transaction, batch: int) -> int:
