@@ -279,6 +279,9 @@ def _mapped(error: Exception, schema: str, action: str) -> OutboxError | None:
     sqlstate, constraint, message, hint = server_error(error)
     if sqlstate in _SCHEMA_MISSING:
         return schema_missing(schema)
+    if sqlstate == NO_PRIVILEGE and hint:
+        # A missing privilege has no hint; row level security that is forced on the owner has one.
+        return CannotRun(f"{message}. {hint} See outbox doctor.")
     if sqlstate == NO_PRIVILEGE:
         return CannotRun(
             f"{message}: this role may not {action}; run: {migrate_command(schema)} --producer ROLE"

@@ -16,6 +16,7 @@ from outbox import NoTransaction, SnapshotRefused, UsageError
 from outbox.core.model.position import parse_position
 from outbox.errors import CannotRun, SchemaMissing
 from tests.producers.applications import EACH_APPLICATION, Application, play
+from tests.support.roles import role
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,6 +116,29 @@ async def test_the_schema_and_the_privileges_are_checked_as_for_an_event(
         await application.rollback()
 
     await play(kind(database.dsn), scenario)
+
+
+@each_application
+async def test_row_security_that_is_forced_on_the_owner_is_named_with_its_remedy(
+    database: Database, kind: type[Application]
+) -> None:
+    async with role(database, "reader") as name:
+        async with database.connection() as owner:
+            await owner.execute(f'ALTER FUNCTION relay.snapshot_position OWNER TO "{name}"')
+            await owner.execute(f'ALTER TABLE relay.gap OWNER TO "{name}"')
+            await owner.execute("ALTER TABLE relay.gap ENABLE ROW LEVEL SECURITY")
+            await owner.execute("ALTER TABLE relay.gap FORCE ROW LEVEL SECURITY")
+
+        async def scenario(application: Application) -> None:
+            await application.open()
+            await application.begin()
+            await application.execute(ONE_SNAPSHOT)
+            remedy = r'table "gap"\. .*NO FORCE ROW LEVEL SECURITY.*outbox doctor'
+            with pytest.raises(CannotRun, match=remedy):
+                await application.call("snapshot")
+            await application.rollback()
+
+        await play(kind(database.dsn), scenario)
 
 
 class Base(DeclarativeBase):
