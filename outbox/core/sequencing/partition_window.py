@@ -33,6 +33,14 @@ LENGTH_MIN_S, LENGTH_MAX_S = 3600.0, 30 * 86400.0
 are few enough for any retention time."""
 
 
+def count_arrived(before: int, high: int) -> int:
+    """How many ids were assigned after one and up to another; of several windows, of the newest.
+
+    The beginning of a window leaves out the rest of the one before.
+    """
+    return high - max(before, high // WIDTH * WIDTH)
+
+
 @dataclass(frozen=True, slots=True)
 class Retention:
     """Retention times, in seconds; None: for ever."""

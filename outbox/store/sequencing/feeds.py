@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outbox.core.sequencing.feeds import LoadedFeed, PassedBatch, PastEvent, Place
+from outbox.core.sequencing.partition_window import count_arrived
 from outbox.core.sequencing.router import RoutableEvent, Route
 from outbox.store.absence_proof import ranges_of
 from outbox.store.channels import NOTIFY_ALL
@@ -229,7 +230,9 @@ class FeedStore:
         if any(r["hidden"] for r in rows):
             await stop_hidden(self._db)
         return {
-            r["id"]: FeedPending(r["pending"], r["high"], r["high"] - (r["high_before"] or 0))
+            r["id"]: FeedPending(
+                r["pending"], r["high"], count_arrived(r["high_before"] or 0, r["high"])
+            )
             for r in rows
         }
 

@@ -13,6 +13,7 @@ from outbox.operations.endpoints.removal import drain_endpoint
 from outbox.operations.feeds.progress import read_feeds
 from outbox.store.database_stats import read_database_stats
 from outbox.store.retention.partitions import PartitionStore
+from outbox.store.sequencing.feeds import FeedStore
 from outbox_doctor.check import DoctorLimits, Severity
 from tests.support.doctor import PATH, findings_of, reported_findings, the_one
 from tests.support.ranges import sequence_all
@@ -149,6 +150,10 @@ async def test_the_ids_that_the_beginning_of_a_period_leaves_out_are_no_events(
     await sequence_all(database)
     (feed,) = await read_feeds(db)
     assert feed.left_max == 15
+    endpoint_id = await db.fetchval("SELECT endpoint_id FROM feed")
+    # Otherwise little would seem to be left of a feed, which is then not bounded.
+    await db.execute("UPDATE batch SET at = at - interval '1 hour' WHERE high < $1", WIDTH)
+    assert (await FeedStore(db).read_pending([endpoint_id], 60.0))[endpoint_id].arrived == 4
     (shown,) = (await read_database_stats(db)).feeds
     assert (shown.endpoint, shown.remaining) == ("second", 15)
 

@@ -134,7 +134,7 @@ def read_pending(
     kept, since = kept_batches(db, tx), db.later(-within_s)
     high = kept[-1].high
     before = max((b for b in kept if b.at < since), key=lambda b: b.at, default=None)
-    arrived = high - (0 if before is None else before.high)
+    arrived = partition_window.count_arrived(0 if before is None else before.high, high)
     pending = dict.fromkeys(endpoint_ids, 0)
     for p in tx.rows(db.lane_progress):
         if p["endpoint_id"] in pending:
