@@ -112,8 +112,8 @@ def _stuck_feed(row: Any) -> CheckResult:
 
 def _slow_feed(feed: FeedProgress, arriving_per_s: float) -> CheckResult:
     message = (
-        f'"{feed.endpoint}" falls behind: its feed passes {feed.rate_per_s or 0.0:.1f} events per '
-        f"second, while {arriving_per_s:.1f} are sequenced; at most "
+        f'"{feed.endpoint}" falls behind: its feed passes {_rate(feed.rate_per_s or 0.0)} events '
+        f"per second, while {_rate(arriving_per_s)} are sequenced; at most "
         f"{count(feed.left_max or 0, 'event')} left"
     )
     name = shlex.quote(feed.endpoint)
@@ -128,3 +128,7 @@ def _slow_feed(feed: FeedProgress, arriving_per_s: float) -> CheckResult:
         "pause some of the others that catch up, which share its pace: outbox endpoint pause NAME; "
         "later outbox endpoint resume NAME",
     )
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"
