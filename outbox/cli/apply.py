@@ -109,6 +109,9 @@ def command(
     An endpoint is identified by its id, if the file has one, or else by its name; with
     an id, a different name renames it. Signing secrets of new endpoints are shown
     once. The state (paused, disabled) is not part of the file, and stays.
+
+    `secret` is a signing secret that the receiver has already. A different one rotates
+    it: the old one signs as well for a day. `compat` may have a `secret`, too.
     """
     if dead_letter and not prune:
         raise UsageError("--dead-letter requires --prune")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.cli.output import age
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, describe_probing
 from outbox.core.delivery.operational_events import STUCK_EVERY
+from outbox.core.model.compat import describe_end
 from outbox.core.model.endpoint_condition import DEGRADED, HEALTHY, describe_condition
 from outbox.core.model.stored_response import describe_attempts, describe_response
 from outbox.core.model.text import count
@@ -40,7 +41,21 @@ def pairs(overview: Overview) -> list[tuple[str, Any]]:
         ("held", _held(overview)),
         ("dead letters", _dead_letters(overview)),
         ("endpoints", overview.endpoints_total),
+        ("compat signatures", _compat(overview)),
     ]
+
+
+def _compat(overview: Overview) -> str | None:
+    compat = overview.compat
+    if not (compat.endpoints or compat.ended):
+        return None
+    texts = [f"of {count(compat.endpoints, 'endpoint')}"]
+    if compat.next_end is not None:
+        left = describe_end(compat.next_end, overview.at)
+        texts.append(f"the next end: {compat.next_endpoint}, {left}")
+    if compat.ended:
+        texts.append(f"{compat.ended} ended")
+    return "; ".join(texts)
 
 
 def _held(overview: Overview) -> str | None:

@@ -176,6 +176,8 @@ def build_request(
             in_array=endpoint.batch_max is not None,
         )
         masked |= SIGNATURE_HEADERS
+        if endpoint.compat is not None:
+            masked.add(endpoint.compat.form.header.lower())
         lines = prepared.attempt(attempt, int(at), endpoint.secrets_at(at))
         method, headers = endpoint.method, tuple(parse_lines(lines))
         body = encode_body(prepared, delivery)

@@ -90,6 +90,20 @@ SELECT j.reason
  ORDER BY j.id DESC LIMIT 1
 """  # noqa: S608 (constants only)
 
+# Endpoints with a compat signature, and the end that is next.  Ends are compared as text, which is
+# ordered like their times (see `format_until`), so that one that was edited fails no status.
+COMPAT_SIGNATURES = """
+WITH signed AS MATERIALIZED (
+    SELECT name, compat ->> 'until' AS until,
+           to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"') AS now
+      FROM endpoint WHERE compat IS NOT NULL AND state <> 'removed')
+SELECT count(*) FILTER (WHERE until IS NULL OR until > now) AS endpoints,
+       count(*) FILTER (WHERE until <= now) AS ended,
+       min(until) FILTER (WHERE until > now) AS next_end,
+       (array_agg(name ORDER BY until, name) FILTER (WHERE until > now))[1] AS next_endpoint
+  FROM signed
+"""
+
 REPLAYS_MAX = 10_000
 """A replay is looked for among this many: each takes a look at its deliveries."""
 
@@ -139,6 +153,18 @@ class CursorStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class CompatSignatures:
+    """Endpoints whose requests carry a second signature, in the form of another sender."""
+
+    endpoints: int
+    ended: int
+    """Endpoints whose compat signature has ended, and is not sent any more."""
+    next_end: str | None
+    """The next end; null: none is set."""
+    next_endpoint: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaStatus:
     """A registered relay."""
 
@@ -179,6 +205,7 @@ class Overview:
     """What endpoints have missed that were enabled within the last day."""
     feeds: tuple[FeedProgress, ...]
     """Endpoints that get earlier events before new ones."""
+    compat: CompatSignatures
     pending: int
     sequenced: int
     """Deliveries sequenced in all, since installation."""
@@ -213,6 +240,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
             dead = await connection.fetch(COUNT_DEAD_LETTERS)
             missed = await connection.fetch(READ_RECENTLY_MISSED)
             feeds = await read_feeds(connection)
+            compat = await connection.fetchrow(COMPAT_SIGNATURES)
             unaccounted: int = await connection.fetchval(COUNT_UNACCOUNTED)
             sequenced: int = await connection.fetchval(COUNT_SEQUENCED)
     seen_at = cursor.pop("seen_at")
@@ -232,6 +260,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
         replicas=tuple(from_row(ReplicaStatus, row) for row in replicas),
         missed=tuple(from_row(MissedEvents, row) for row in missed),
         feeds=feeds,
+        compat=CompatSignatures(**compat),
         endpoints=await endpoint_statuses(endpoints),
         endpoints_total=endpoints[0]["endpoints_total"] if endpoints else 0,
         dead_letters={row["state"]: row["dead_letters"] for row in dead},

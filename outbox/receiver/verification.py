@@ -22,7 +22,6 @@ from outbox.core.messages import signed_metadata
 from outbox.core.messages.ed25519 import PUBLIC_PREFIX
 from outbox.core.messages.signature import (
     ID_HEADER,
-    SECRET_PREFIX,
     SIGNATURE_HEADER,
     TIMESTAMP_HEADER,
     TOLERANCE_S,
@@ -33,6 +32,7 @@ from outbox.core.messages.signature import (
 from outbox.core.messages.signature import verify as verify_signature
 from outbox.core.model.headers import DEFAULT_PREFIX, check_prefix, relay_headers
 from outbox.core.model.message_format import FormatName, MessageFormat
+from outbox.core.model.secret_text import SECRET_PREFIX
 from outbox.core.model.text import quoted
 from outbox.errors import UsageError
 from outbox.receiver.message import BadMessage, Message, has_signed_metadata, is_delivery

@@ -730,8 +730,9 @@ def test_status(here: Command, database: Database) -> None:
     seen = here("status", "--json").json
     assert list(seen) == [
         "schema", "at", "cursor", "blocker", "stopped", "open_gaps", "held",
-        "unaccounted_events", "replicas", "missed", "feeds", "pending", "sequenced",
-        "endpoints_total", "endpoints", "dead_letters", "dead_letters_of_removed",
+        "unaccounted_events", "replicas", "missed", "feeds", "compat", "pending",
+        "sequenced", "endpoints_total", "endpoints", "dead_letters",
+        "dead_letters_of_removed",
     ]  # fmt: skip
     assert (seen["cursor"]["high"], seen["cursor"]["last_id"], seen["cursor"]["lag"]) == (0, 1, 1)
     assert [e["name"] for e in seen["endpoints"]] == ["a"]

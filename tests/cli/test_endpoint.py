@@ -96,6 +96,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "--type", "order.*", "--type", "refund.**", "--filter", "@.total > 100",
         "--tenant", "acme", "--lanes", 2, "--method", "PUT",
         "--header-prefix", "X-Acme-", "--format", "cloudevents", "--source", "/shop",
+        "--compat", "github", "--compat-secret-file", "-", "--compat-until", "2199-01-31",
         "--header", "Authorization: Bearer hunter2",
         "--header", "X-Env:prod",
         "--connect-timeout", "2s", "--timeout", "1m", "--retry", "stepped,attempts=8",
@@ -104,7 +105,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "--retryable", "429", "--retryable", "5xx", "--on-dead-letter", "block",
         "--on-missing", "hold", "--no-probes", "--keep-responses", "none",
         "--backlog-max", 1000, "--backlog-age", "2d", "--disable-after", "12h",
-        "--json",
+        "--json", stdin=b"hub-4711\n",
     )  # fmt: skip
     assert list(made.json) == [
         *("id", "name", "url", "secret", "lanes", "types", "waiting", "events_before"),
@@ -112,6 +113,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
     ]
     shown = here("endpoint", "show", "a", "--json")
     assert "hunter2" not in shown.out
+    assert "hub-4711" not in made.out + shown.out
     assert shown.json["settings"] == {
         "name": "a",
         "url": URL,
@@ -122,6 +124,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "method": "PUT",
         "headers": {"Authorization": None, "X-Env": None},
         "header_prefix": "X-Acme-",
+        "compat": {"preset": "github", "until": "2199-01-31T00:00:00Z"},
         "format": "cloudevents",
         "source": "/shop",
         "connect_timeout": "2s",

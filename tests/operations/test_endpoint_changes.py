@@ -13,6 +13,7 @@ import pytest
 
 from outbox.core.messages.signature import parse_secret
 from outbox.core.model import endpoint_config
+from outbox.core.model.compat import Compat
 from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
 from outbox.core.model.retry_policy import PRESETS
 from outbox.errors import NotFound, UsageError
@@ -98,6 +99,7 @@ async def test_every_setting_can_be_changed_and_the_id_stays(
         "method": "PUT",
         "headers": {"Authorization": "Bearer hunter2"},
         "header_prefix": "Acme-",
+        "compat": Compat(preset="github", secret="hub-4711"),  # noqa: S106
         "format": "thin",
         "source": "/shop",
         "connect_timeout_s": 1.0,

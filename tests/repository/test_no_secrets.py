@@ -66,6 +66,13 @@ NONE: dict[str, tuple[str, ...]] = {
         "BEGIN PRIVATE KEY", "a relay has no signing secret of its own", "string",
         "whsec_…`, or public key, `whpk_…",
     ),
+    "how a text is a secret, or a secret of a compat signature in a test": (
+        "raw", "base64", "hex", "one", "two", "new", "hub-4711", "not base64!", "whsec_MTIz",
+    ),
+    "a signature in the tests of Outpost, or in the documentation of GitHub": (
+        "7054f74dae9f73e82b56ca73e8f81450097c698eeda0b00bb8728e89796baf2d",
+        "757107ea0eb2509fc211221cce984b8a37570b6d7586c22c46f4379c8b043e17",
+    ),
     "the name of a Secret of Kubernetes": ("mine", "outbox", "owner", "tls"),
     "what a test looks for where it must not be": (
         "pw", "hunter2", "Bearer hunter2", "canaryproxypassword",

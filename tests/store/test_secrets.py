@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
@@ -11,6 +12,7 @@ import pytest
 
 from outbox.core.messages.signature import parse_secret
 from outbox.core.model import endpoint_config
+from outbox.core.model.compat import CompatSetting
 from outbox.core.model.encryption_keys import format_key, parse_keys
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.errors import CannotRun, Conflict
@@ -317,6 +319,22 @@ async def test_readable_secrets_of_an_endpoint_are_rotated(db: Connection[Any]) 
     await db.execute("UPDATE endpoint_secret SET expires_at = now() WHERE id = 2")
     done = await rotate_key.rotate_key(db, "relay", BOTH, actor="t")
     assert (done.locked, done.left) == ((), 0)
+
+
+async def test_compat_secrets_are_rotated_for_their_purpose(db: Connection[Any]) -> None:
+    made = await add(db, OLD)
+    compat = CompatSetting().parse("compat", {"preset": "outpost", "secret": "hub-4711"})
+    await endpoint_changes.update_endpoint(
+        db, "relay", "shop", lambda s: replace(s, compat=compat), actor="t", vault=OLD
+    )
+    signed = []
+    for vault in (OLD, NEW):
+        (found,) = await read_endpoints(db, [made.id], vault)
+        assert found.problem is None
+        assert found.headers.computed is not None
+        signed.append(found.headers.computed.lines("id", 1, b"body"))
+        await rotate_key.rotate_key(db, "relay", BOTH, actor="t")
+    assert signed[0] == signed[1] != ""
 
 
 async def test_concurrent_writes_are_also_rotated(database: Database, db: Connection[Any]) -> None:

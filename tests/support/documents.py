@@ -91,6 +91,7 @@ VOLATILE = (
     (r"127\.0\.0\.1:\d+", "<address>"),
     (r"\S+:\d+$", "<process>"),
     (r"[+]?\b\d+(\.\d)? ?(ms|[smhd])( \d+[smh])?(?!\S)", "<moment>"),
+    (r"\b\d+ days left", "<n> days left"),
     (r"\bafter \d+ attempts", "after <n> attempts"),
     (r"\breplay job \d+", "replay job <id>"),
     (r" +", " "),
@@ -112,7 +113,7 @@ class Block:
     """The file that the reader saves it in."""
 
 
-_FILES = {">", "--output", "@position.txt"}
+_FILES = {">", "--output", "@position.txt", "--secret-file", "--compat-secret-file"}
 """Words of a command that reads or writes a file of the session's directory."""
 
 

@@ -16,7 +16,7 @@ from outbox.cli.common import (
     warn_about_networks,
 )
 from outbox.cli.endpoint.group import command
-from outbox.cli.endpoint.options import Command, edit_options, new_options
+from outbox.cli.endpoint.options import GIVEN, Command, edit_options, new_options, secret_options
 from outbox.cli.output import age, echo, emit_pairs, print_changed
 from outbox.core.messages.ed25519 import PUBLIC_PREFIX
 from outbox.core.model.destination import is_stream
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
+    from outbox.core.model.secret_text import GivenSecret
     from outbox.core.model.start import Start
     from outbox.operations.endpoints.changes import NewEndpoint, Updated
     from outbox.operations.lane_backlogs import PendingAhead
@@ -79,7 +80,8 @@ def _show_added(added: NewEndpoint | StartPreview) -> None:
             err=True,
         )
         return
-    is_public = added.secret.startswith(PUBLIC_PREFIX)
+    secret = added.secret
+    is_public = secret is not None and secret.startswith(PUBLIC_PREFIX)
     emit_pairs(
         [
             ("id", added.id),
@@ -87,7 +89,7 @@ def _show_added(added: NewEndpoint | StartPreview) -> None:
             ("url", added.url),
             ("types", added.types),
             ("lanes", added.lanes),
-            ("public key" if is_public else "secret", added.secret),
+            ("public key" if is_public else "secret", secret or GIVEN),
         ]
     )
     if added.events_before is not None:
@@ -96,7 +98,7 @@ def _show_added(added: NewEndpoint | StartPreview) -> None:
             f"progress: outbox endpoint show {shlex.quote(added.name)}",
             err=True,
         )
-    if not is_public:
+    if secret is not None and not is_public:
         echo("Save the secret now; it is not shown again.", err=True)
 
 
@@ -141,6 +143,8 @@ Examples:
   outbox endpoint add audit https://audit.example.com/ --all-tenants --lanes 8 --json
   outbox endpoint add large https://example.com/ --filter "@.total > 1000" --retry patient
   outbox endpoint add crm https://example.com/in --headers-file crm.headers
+  outbox endpoint add acme https://acme.example/in --secret-file acme.secret
+  outbox endpoint add hub https://hub.example/ --compat github --compat-secret-file hub.secret
   outbox endpoint add search https://example.com/index --from @position.txt
   OUTBOX_ALLOW_NETWORKS=127.0.0.0/8 outbox endpoint add dev http://127.0.0.1:8080/
 """,
@@ -153,6 +157,7 @@ Examples:
     is_flag=True,
     help="Sign with an Ed25519 key, and show its public key, instead of a shared secret.",
 )
+@secret_options
 @click.option(
     "--from",
     "start",
@@ -178,6 +183,7 @@ def add(
     url: str,
     given: dict[str, Any],
     ed25519: bool,
+    secret: GivenSecret | None,
     start: Start | None,
     dry_run: bool,
     matching: bool,
@@ -203,6 +209,7 @@ def add(
         actor=actor(),
         vault=vault,
         ed25519=ed25519,
+        secret=secret,
         start=start,
     )
     warn_about_networks("--allow-network", endpoint_settings.allow_networks)

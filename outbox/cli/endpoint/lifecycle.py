@@ -8,7 +8,7 @@ import click
 
 from outbox.cli.common import actor, comment_option, names_argument, print_result, run_operation
 from outbox.cli.endpoint.group import command
-from outbox.cli.endpoint.options import overlap_option
+from outbox.cli.endpoint.options import GIVEN, overlap_option, secret_options
 from outbox.cli.output import cell, echo, emit_pairs
 from outbox.core.messages.ed25519 import PUBLIC_PREFIX
 from outbox.core.model.text import count
@@ -19,6 +19,7 @@ from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from outbox.config import Settings
+    from outbox.core.model.secret_text import GivenSecret
     from outbox.operations.endpoints.secrets import Rotation
     from outbox.operations.endpoints.states import StateChange
 
@@ -69,10 +70,11 @@ def _show_rotated(rotated: Rotation) -> None:
     old = (
         "no longer signs" if rotated.old_until is None else f"signs until {cell(rotated.old_until)}"
     )
-    is_public = rotated.secret.startswith(PUBLIC_PREFIX)
+    secret = rotated.secret
+    is_public = secret is not None and secret.startswith(PUBLIC_PREFIX)
     what = "public key" if is_public else "secret"
-    emit_pairs([("name", rotated.name), (what, rotated.secret), ("old secret", old)])
-    if not is_public:
+    emit_pairs([("name", rotated.name), (what, secret or GIVEN), ("old secret", old)])
+    if secret is not None and not is_public:
         echo("Save the secret now; it is not shown again.", err=True)
 
 
@@ -158,6 +160,8 @@ Examples:
   outbox endpoint rotate-secret billing
   outbox endpoint rotate-secret billing --overlap 0     the old secret leaked
   outbox endpoint rotate-secret billing --ed25519       switch to a public key
+  outbox endpoint rotate-secret billing --secret-file billing.secret
+  outbox endpoint rotate-secret billing --compat --secret-file theirs.secret
 """,
 )
 @click.argument("name")
@@ -168,9 +172,20 @@ Examples:
     help="Use an Ed25519 key pair, of which the receiver gets the public key, or a shared secret. "
     "Default: the kind of the old one.",
 )
+@click.option(
+    "--compat",
+    is_flag=True,
+    help="Rotate the secret of the compat signature, which --secret-file gives, instead.",
+)
+@secret_options
 @print_result(_show_rotated)
 def rotate_secret(
-    settings: Settings, name: str, overlap_s: float, ed25519: bool | None
+    settings: Settings,
+    name: str,
+    overlap_s: float,
+    ed25519: bool | None,
+    compat: bool,
+    secret: GivenSecret | None,
 ) -> Rotation:
     """Rotate an endpoint's signing secret, and show the new one once.
 
@@ -185,4 +200,6 @@ def rotate_secret(
         overlap_s=overlap_s,
         vault=Vault.from_settings(settings),
         ed25519=ed25519,
+        given=secret,
+        compat=compat,
     )

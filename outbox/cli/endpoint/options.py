@@ -11,8 +11,10 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from outbox.core.model import duration
+from outbox.core.model import compat, duration
+from outbox.core.model.compat import CompatSetting
 from outbox.core.model.endpoint_settings import SETTINGS
+from outbox.core.model.secret_text import GivenSecret, SecretEncoding
 from outbox.core.model.setting import Section
 from outbox.core.model.setting_types import (
     Certificates,
@@ -41,6 +43,9 @@ T = TypeVar("T")
 _PREFIX = "set_"
 """Parameters of settings have this prefix and the name of the field."""
 _HEADERS_FILE = "set_headers_file"
+_COMPAT, _COMPAT_SECRET, _COMPAT_UNTIL = "set_compat", "set_compat_secret_file", "set_compat_until"
+GIVEN = "the given one"
+"""Stands for a secret that is not shown."""
 _NONE = "none"
 """The value of --retryable with which no status is retried."""
 
@@ -63,6 +68,46 @@ def overlap_option(what: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
         callback=parse,
         help=f"How long {what}; 0: not at all.",
     )
+
+
+def secret_options(command: Callable[..., T]) -> Callable[..., T]:
+    """The options of a secret that is given; the command receives it as `secret`, or None."""
+
+    @functools.wraps(command)
+    def with_secret(
+        *, secret_file: IO[str] | None, secret_encoding: SecretEncoding | None, **arguments: Any
+    ) -> T:
+        if secret_file is None:
+            if secret_encoding is not None:
+                raise UsageError("--secret-encoding: is for --secret-file")
+            return command(secret=None, **arguments)
+        return command(
+            secret=GivenSecret(_read_secret(secret_file, "--secret-file"), secret_encoding),
+            **arguments,
+        )
+
+    for option in (
+        click.option(
+            "--secret-encoding",
+            type=click.Choice(get_args(SecretEncoding)),
+            help="How the text of --secret-file is the key: its own bytes, or base64 of the key.  "
+            "It is asked for if both are possible.",
+        ),
+        click.option(
+            "--secret-file",
+            type=click.File(),
+            metavar="FILE",
+            help="Sign with the secret in a file, which the receiver has already, instead of a new "
+            "one: whsec_… or base64 of 24 to 64 bytes, or whsk_…; - reads stdin.",
+        ),
+    ):
+        with_secret = option(with_secret)
+    return with_secret
+
+
+def _read_secret(file: IO[str], flag: str) -> str:
+    """The secret in a file, without the end of its line."""
+    return read_text(file, flag).rstrip("\r\n")
 
 
 def _flag(setting: Setting) -> str:
@@ -94,6 +139,8 @@ def _option(setting: Setting) -> Any:
             kind["type"] = float
         case Retry():
             note = "`outbox endpoint policies` shows the schedule."
+        case CompatSetting():
+            note = 'Or JSON with its members: {"preset": "github", "header": "X-Acme-Signature"}.'
     return click.option(flag, _PREFIX + setting.field, help=setting.describe(note), **kind)
 
 
@@ -104,6 +151,21 @@ _FROM_FILE = click.option(
     metavar="FILE",
     help="Read headers from a file, one per line, which keeps credentials out of the process "
     "list; - reads stdin.",
+)
+_COMPAT_OPTIONS = (
+    click.option(
+        "--compat-secret-file",
+        _COMPAT_SECRET,
+        type=click.File(),
+        metavar="FILE",
+        help="Secret of --compat, which the receiver has already; - reads stdin.",
+    ),
+    click.option(
+        "--compat-until",
+        _COMPAT_UNTIL,
+        metavar="TIME",
+        help="End of --compat: a date such as 2027-01-31, or a time with its zone.",
+    ),
 )
 _RESET = click.option(
     "--reset",
@@ -123,6 +185,7 @@ class Command(click.Command):
         }
         by_field = {_PREFIX + each.field: each.section for each in SETTINGS.values()}
         by_field[_HEADERS_FILE] = SETTINGS["headers"].section
+        by_field |= dict.fromkeys((_COMPAT_SECRET, _COMPAT_UNTIL), SETTINGS["compat"].section)
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None and isinstance(param, click.Option):
@@ -153,7 +216,12 @@ def file_name(file: IO[str]) -> str:
 def new_options(command: Callable[..., T]) -> Callable[..., T]:
     """Options of a new endpoint; the command receives its settings as `given`."""
     optional = [each for each in SETTINGS.values() if not each.is_required]
-    return _collected(command, [*map(_option, optional), _FROM_FILE])
+
+    @functools.wraps(command)
+    def with_compat(*, given: dict[str, Any], **arguments: Any) -> T:
+        return command(given=_with_compat(given, None), **arguments)
+
+    return _collected(with_compat, [*map(_option, optional), _FROM_FILE, *_COMPAT_OPTIONS])
 
 
 def edit_options(command: Callable[..., T]) -> Callable[..., T]:
@@ -164,7 +232,8 @@ def edit_options(command: Callable[..., T]) -> Callable[..., T]:
         edit = functools.partial(_edited, given=given, reset=reset)
         return command(edit=edit, **arguments)
 
-    return _collected(with_edit, [*map(_option, SETTINGS.values()), _FROM_FILE, _RESET])
+    options = [*map(_option, SETTINGS.values()), _FROM_FILE, *_COMPAT_OPTIONS, _RESET]
+    return _collected(with_edit, options)
 
 
 def _collected(command: Callable[..., T], options: Sequence[Any]) -> Callable[..., T]:
@@ -179,11 +248,11 @@ def _collected(command: Callable[..., T], options: Sequence[Any]) -> Callable[..
 
 
 def _fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The given options as fields of EndpointSettings."""
+    """The given options as fields of EndpointSettings; of `compat`, the given members."""
     given: dict[str, Any] = {}
     for each in SETTINGS.values():
         value = options.get(_PREFIX + each.field)
-        if value is None or value == () or isinstance(each.type, HeaderMap):
+        if value is None or value == () or isinstance(each.type, HeaderMap | CompatSetting):
             continue
         if isinstance(each.type, Certificates):
             value = read_text(value, _flag(each))
@@ -192,6 +261,15 @@ def _fields(options: Mapping[str, Any]) -> dict[str, Any]:
         given[each.field] = each.type.parse(
             each.name, list(value) if isinstance(value, tuple) else value
         )
+    members = {} if options[_COMPAT] is None else compat.members(options[_COMPAT])
+    if "secret" in members:
+        raise UsageError("--compat: ps shows a secret in an argument; use --compat-secret-file")
+    if (file := options[_COMPAT_SECRET]) is not None:
+        members["secret"] = _read_secret(file, "--compat-secret-file")
+    if options[_COMPAT_UNTIL] is not None:
+        members["until"] = options[_COMPAT_UNTIL]
+    if members:
+        given["compat"] = members
     lines = [("--header", line) for line in options[f"{_PREFIX}headers"]]
     if (file := options[_HEADERS_FILE]) is not None:
         text = read_text(file, "--headers-file").splitlines()
@@ -213,6 +291,7 @@ def _edited(
         if each.field in given and each.name != "headers":
             raise UsageError(f"--reset {each.name} and {_flag(each)} exclude each other")
         values[each.field] = each.default
+    given = _with_compat(given, settings)
     if "tenant" in given:
         values["all_tenants"] = False
     elif given.get("all_tenants"):
@@ -220,6 +299,18 @@ def _edited(
     for name, value in given.get("headers", {}).items():
         headers = {k: v for k, v in headers.items() if k.lower() != name.lower()} | {name: value}
     return replace(settings, **{**values, **given, "headers": headers})
+
+
+def _with_compat(given: Mapping[str, Any], settings: EndpointSettings | None) -> dict[str, Any]:
+    """Given options with a compat signature; without a preset, its other members stay."""
+    if "compat" not in given:
+        return dict(given)
+    members, current = given["compat"], None if settings is None else settings.compat
+    if "preset" not in members:
+        if current is None:
+            raise UsageError("--compat-secret-file, --compat-until: need --compat as well")
+        members = current.public() | members
+    return {**given, "compat": SETTINGS["compat"].type.parse("compat", members)}
 
 
 def _resettable(name: str) -> Setting:

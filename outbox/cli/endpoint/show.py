@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import fields
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -32,6 +32,7 @@ from outbox.core.delivery.circuit_breaker import PROBED_STATES, describe_probing
 from outbox.core.delivery.connection_reuse import DISTRUST_S, ConnectionReuse
 from outbox.core.delivery.retry_preview import COLUMNS, cells, markdown, schedule
 from outbox.core.model import retry_policy
+from outbox.core.model.compat import describe_end
 from outbox.core.model.endpoint_condition import CONDITIONS, HEALTHY, describe_condition
 from outbox.core.model.endpoint_settings import SETTINGS
 from outbox.operations.endpoints import queries as endpoints
@@ -39,10 +40,17 @@ from outbox.operations.endpoints.filter import EndpointFilter
 from outbox.operations.feeds.progress import describe_feed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.operations.endpoints.queries import EndpointDetail, EndpointRow, LaneRow
+    from outbox.operations.endpoints.queries import (
+        EndpointDetail,
+        EndpointRow,
+        LaneRow,
+        SecretRow,
+    )
 
 DECLARED_PAGE = 500
 
@@ -249,8 +257,7 @@ def _state_pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
         healthy += f", on hold until {cell(health.held_until)}"
     elif is_open and row.state == "active":
         healthy += f"; {describe_probing(probes=detail.settings['probes'])}"
-    older = [s.expires_at for s in detail.secrets if s.expires_at is not None]
-    live = f"{len(detail.secrets)} live, {_kept(detail)}"
+    signing = [s for s in detail.secrets if not s.compat]
     return [
         ("id", row.id),
         ("name", row.name),
@@ -264,8 +271,9 @@ def _state_pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
         ("connections", _suspension(detail)),
         ("pending", row.pending),
         ("dead letters", row.dead_letters),
-        ("secrets", f"{live}, the older ones until {cell(max(older))}" if older else live),
-        ("public key", detail.secrets[0].public_key if detail.secrets else None),
+        ("secrets", _live(signing)),
+        ("public key", signing[0].public_key if signing else None),
+        ("compat secrets", _live([s for s in detail.secrets if s.compat]) or None),
         ("certificate", _certificate(detail)),
         ("generation", row.generation if row.generation > 1 else None),
         ("added", row.created_at),
@@ -280,6 +288,8 @@ def _setting_pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
         pairs["retry"] += f" ({values})"
     if detail.settings["headers"]:
         pairs["headers"] += " (values not shown)"
+    if (until := (detail.settings["compat"] or {}).get("until")) is not None:
+        pairs["compat"] += f" ({describe_end(until, datetime.now(UTC))})"
     del pairs["name"]
     return list(pairs.items())
 
@@ -316,9 +326,15 @@ def _certificate(detail: EndpointDetail) -> str | None:
     return f"{shown['subject']}, until {shown['not_after'][:10]}, SHA-256 {shown['sha256']}"
 
 
-def _kept(detail: EndpointDetail) -> str:
-    """How the signing secrets are stored: encrypted or in clear."""
-    keys = sorted({s.key_id for s in detail.secrets if s.key_id is not None})
-    if any(s.key_id is None for s in detail.secrets):
-        return "in clear" if not keys else f"some in clear, some encrypted with {' '.join(keys)}"
-    return f"encrypted with the key {' '.join(keys)}"
+def _live(secrets: Sequence[SecretRow]) -> str:
+    """How many secrets are live, until when, and how they are stored: encrypted or in clear."""
+    if not secrets:
+        return ""
+    keys = sorted({s.key_id for s in secrets if s.key_id is not None})
+    if not any(s.key_id is None for s in secrets):
+        kept = f"encrypted with the key {' '.join(keys)}"
+    else:
+        kept = "in clear" if not keys else f"some in clear, some encrypted with {' '.join(keys)}"
+    live = f"{len(secrets)} live, {kept}"
+    older = [s.expires_at for s in secrets if s.expires_at is not None]
+    return f"{live}, the older ones until {cell(max(older))}" if older else live

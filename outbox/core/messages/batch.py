@@ -198,7 +198,8 @@ def prepare_batch(
         f"{prefix}Last-Sequence: {last.seq}\r\n{prefix}Previous-Sequence: {previous_seq}\r\n"
         f"{format_lines(headers.own)}"
     )
-    return Prepared(batch_id, lines, b"[%b]" % b",".join(elements), prefix)
+    body = b"[%b]" % b",".join(elements)
+    return Prepared(batch_id, lines, body, prefix, computed=headers.computed)
 
 
 def prepare_request(

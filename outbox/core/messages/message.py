@@ -13,6 +13,8 @@ Headers that the relay sets:
     X-Lane, X-Sequence, X-Previous-Sequence            as in the body
     X-Attempt             1, 2, …: information only, not signed
 
+An endpoint may have a second signature, in the form of another sender, see
+`outbox.core.messages.compat_signature`.
 The endpoint's and the event's own headers are added, see `outbox.core.model.headers`.
 """
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
     from outbox.core.messages.signature import SigningKey
     from outbox.core.model.delivery import Delivery
-    from outbox.core.model.headers import EndpointHeaders
+    from outbox.core.model.headers import ComputedHeaders, EndpointHeaders
     from outbox.core.model.message_format import MessageFormat
     from outbox.core.model.response import Headers
 
@@ -50,13 +52,14 @@ class Prepared(NamedTuple):
     header_prefix: str
     metadata: bytes | None = None
     """What is signed besides the body."""
+    computed: ComputedHeaders | None = None
 
     def attempt(self, number: int, timestamp: int, keys: Sequence[SigningKey]) -> str:
         """All header lines of attempt `number` (from 1), signed at `timestamp` (epoch seconds).
 
         There is one signature for each key: two during a key rotation.
         """
-        message_id, lines, body, prefix, metadata = self
+        message_id, lines, body, prefix, metadata, computed = self
         if len(keys) == 1:
             signatures = sign(keys[0], message_id, timestamp, body)
         else:
@@ -65,6 +68,8 @@ class Prepared(NamedTuple):
             f"{lines}{prefix}Attempt: {number}\r\n{TIMESTAMP_HEADER}: {timestamp}\r\n"
             f"{SIGNATURE_HEADER}: {signatures}\r\n"
         )
+        if computed is not None:
+            lines += computed.lines(message_id, timestamp, body)
         if metadata is None:
             return lines
         signed_id = signed_metadata.SIGNED_ID + message_id
@@ -123,7 +128,7 @@ def prepare(
         metadata = signed_metadata.signed_text(sent, prefix.lower())
     if headers.own or delivery.headers is not None:
         lines += format_lines(merge(headers, delivery.headers, len(more)))
-    return Prepared(sent_id, lines, body, prefix, metadata)
+    return Prepared(sent_id, lines, body, prefix, metadata, headers.computed)
 
 
 def encode_body(prepared: Prepared, delivery: Delivery) -> dict[str, str]:

@@ -36,6 +36,12 @@ from outbox.core.messages.ed25519 import (
     parse_private_key,
     parse_public_key,
 )
+from outbox.core.model.secret_text import (
+    SECRET_PREFIX,
+    decode_base64,
+    is_ambiguous,
+    raw_bytes,
+)
 from outbox.errors import OutboxError, UsageError
 
 if TYPE_CHECKING:
@@ -43,13 +49,13 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
     from outbox.core.messages.ed25519 import PrivateKey
+    from outbox.core.model.secret_text import GivenSecret
 
 Key: TypeAlias = bytes | PublicKey
 """A verification key: a shared secret or a public key."""
 SigningKey: TypeAlias = "bytes | PrivateKey"
 """A signing key: a shared secret or a private key."""
 
-SECRET_PREFIX = "whsec_"  # noqa: S105  a prefix, not a secret
 SECRET_BYTES_MIN = 24
 SECRET_BYTES_MAX = 64
 TOLERANCE_S = 300
@@ -135,14 +141,12 @@ def parse_secret(text: str) -> bytes:
     Raises:
         UsageError: the text is not a secret; the message never contains it.
     """
-    encoded = text.removeprefix(SECRET_PREFIX)
-    try:
-        secret = base64.b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)
-    except (binascii.Error, ValueError):
+    secret = decode_base64(text)
+    if secret is None:
         raise UsageError(
             f"secret: must be {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} bytes in base64, with or "
             f"without {SECRET_PREFIX!r} before it"
-        ) from None
+        )
     if not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
         raise UsageError(
             f"secret: must hold {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} bytes, not {len(secret)}"
@@ -184,6 +188,35 @@ def parse_signing_key(text: str) -> SigningKey:
         UsageError: the text is neither; the message never contains it.
     """
     return parse_private_key(text) if text.startswith(PRIVATE_PREFIX) else parse_secret(text)
+
+
+def parse_given_secret(given: GivenSecret) -> str:
+    """The stored form of a signing secret that a user gives: `whsec_…` or `whsk_…`.
+
+    A key of more bytes than a block of SHA-256 is stored as its hash, which signs the same
+    (RFC 2104, section 2).
+
+    Raises:
+        UsageError: it is no signing secret, or it could be meant in two ways; the message never
+            contains it.
+    """
+    text = given.text
+    if text.startswith(PRIVATE_PREFIX):
+        if given.encoding is not None:
+            raise UsageError(f"secret_encoding: is for shared secrets, not for {PRIVATE_PREFIX}…")
+        parse_private_key(text)
+        return text
+    if given.encoding == "raw":
+        key = raw_bytes(text)
+        if key is None or len(key) < SECRET_BYTES_MIN:
+            raise UsageError(f"secret: must be a text of at least {SECRET_BYTES_MIN} bytes")
+        return format_secret(key if len(key) <= _BLOCK_BYTES else sha256(key).digest())
+    if given.encoding is None and is_ambiguous(text):
+        raise UsageError(
+            "secret: some senders decode such hex digits as base64, and some sign with the text's "
+            "own bytes; give the secret encoding: base64 or raw"
+        )
+    return format_secret(parse_secret(text))
 
 
 def parse_key(text: str) -> Key:

@@ -12,17 +12,20 @@ A setting that is missing or null has its default; lists and mappings replace th
 `defaults` completely.  A header that is null keeps its current value, because values may be
 credentials and are never output.  An `id` refers to an existing endpoint, so a different name
 renames it.  `from` says from where on a new endpoint gets earlier events; one that exists ignores
-it.  Error messages start with the position: `endpoints[2].retry.base: …`.
+it.  `secret`, with `secret_encoding`, is the signing secret, and `compat` may have a `secret`;
+without them, the current ones stay.  Error messages start with the position:
+`endpoints[2].retry.base: …`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 from uuid import UUID
 
 from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
+from outbox.core.model.secret_text import GivenSecret, SecretEncoding
 from outbox.core.model.setting_types import HeaderMap
 from outbox.core.model.start import parse_start
 from outbox.core.model.text import closest, quoted, truncate
@@ -46,6 +49,8 @@ class DeclaredEndpoint:
     """Headers that are null in the file and keep their current value."""
     start: Start | None = None
     """Where it begins, if it is new: it gets events from there on first."""
+    secret: GivenSecret | None = None
+    """Its signing secret; None: the current one stays, or one is generated."""
 
     def merge_over(self, current: EndpointSettings | None) -> EndpointSettings:
         """The declared settings with the current values of `kept_headers`.
@@ -77,16 +82,20 @@ def parse_file(document: object) -> list[DeclaredEndpoint]:
     for i, each in enumerate(document["endpoints"]):
         place = f"endpoints[{i}]"
         values = _mapping(each, place)
-        _check_names(values, ["id", "from", *SETTINGS], place)
+        _check_names(values, ["id", "from", "secret", "secret_encoding", *SETTINGS], place)
         for name in ("name", "url"):
             if values.get(name) is None:
                 raise UsageError(f"{place}.{name}: is missing")
         merged = {**defaults, **values}
         endpoint_id = _id(merged.pop("id", None), place)
         start = _start(merged.pop("from", None), place)
+        try:
+            secret = pop_secret(merged)
+        except UsageError as error:
+            raise UsageError(f"{place}.{error}") from None
         kept = _pop_kept_headers(merged)
         settings = _settings(merged, place)
-        declared.append(DeclaredEndpoint(place, endpoint_id, settings, kept, start))
+        declared.append(DeclaredEndpoint(place, endpoint_id, settings, kept, start, secret))
     _check_unique(declared)
     return declared
 
@@ -99,6 +108,25 @@ def _start(value: object, place: str) -> Start | None:
         return parse_start(value.isoformat() if isinstance(value, datetime) else str(value))
     except UsageError as error:
         raise UsageError(f"{place}.{error}") from None
+
+
+def pop_secret(values: dict[str, Any]) -> GivenSecret | None:
+    """Remove `secret` and `secret_encoding` from values by public name, and return them.
+
+    Raises:
+        UsageError: one is not a text, or there is an encoding without a secret.
+    """
+    text, encoding = values.pop("secret", None), values.pop("secret_encoding", None)
+    if encoding is not None and encoding not in get_args(SecretEncoding):
+        choices = " or ".join(get_args(SecretEncoding))
+        raise UsageError(f"secret_encoding: must be {choices}, not {quoted(encoding)}")
+    if text is None:
+        if encoding is not None:
+            raise UsageError("secret_encoding: needs secret as well")
+        return None
+    if not isinstance(text, str):
+        raise UsageError("secret: must be a text")
+    return GivenSecret(text, encoding)
 
 
 def parse_one(

@@ -12,6 +12,8 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, get_args
 
 from outbox.core.model import setting_types
+from outbox.core.model.compat import PRESETS as COMPAT_PRESETS
+from outbox.core.model.compat import Compat, CompatSetting
 from outbox.core.model.destination import is_stream
 from outbox.core.model.headers import DEFAULT_PREFIX, normalize_name, relay_headers, size_warning
 from outbox.core.model.message_format import BATCH_MAX, DEFAULT_SOURCE, UNBATCHED, FormatName
@@ -48,6 +50,7 @@ BACKLOG_DELIVERIES_MAX = 2**63 - 1
 HTTP_ONLY = (
     "method",
     "header_prefix",
+    "compat",
     "batch_max",
     "keep_alive",
     "keep_responses",
@@ -134,6 +137,13 @@ class DeclaredSettings(Generic[HeadersT, StatusesT]):
         "Begins the names of the headers that describe a delivery: X-Acme-Sequence instead of "
         "X-Sequence.",
         default=DEFAULT_PREFIX,
+    )
+    compat: Compat | None = declare(
+        CompatSetting(),
+        REQUESTS,
+        "Second signature, in the form of another sender, for receivers that check that one: "
+        f"{', '.join(COMPAT_PRESETS)}.",
+        default=None,
     )
     format: FormatName = declare(
         setting_types.Choice(get_args(FormatName)),
@@ -296,9 +306,14 @@ class EndpointSettings(DeclaredSettings["Mapping[str, str]", "tuple[str, ...] | 
                     raise UsageError(f"{name}: is for HTTP receivers; a broker has no such setting")
         elif self.on_forgotten != "hold":
             raise UsageError("on_forgotten: is for brokers; an HTTP receiver has no stream")
+        signed = frozenset() if self.compat is None else self.compat.form.names
         for name in self.headers:
             if normalize_name(name) in relay_headers(self.header_prefix):
                 raise UsageError(f"headers: {quoted(name)} is set by the relay")
+            if normalize_name(name) in signed:
+                raise UsageError(f"headers: {quoted(name)} is set by the compat signature")
+        if taken := signed & relay_headers(self.header_prefix):
+            raise UsageError(f"compat: the header {min(taken)} is set by the relay")
 
     @property
     def subscription(self) -> tuple[tuple[str, ...], str | None, bool, str | None]:
@@ -313,7 +328,8 @@ class EndpointSettings(DeclaredSettings["Mapping[str, str]", "tuple[str, ...] | 
 
     def to_dict(self) -> dict[str, Any]:
         """All settings by field name, as JSON values; `from_dict` reads them."""
-        return asdict(self)
+        values = asdict(self)
+        return values | {"compat": None if self.compat is None else self.compat.public()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EndpointSettings:
@@ -332,7 +348,10 @@ class EndpointSettings(DeclaredSettings["Mapping[str, str]", "tuple[str, ...] | 
         retry = values.get("retry", {})
         if not isinstance(retry, RetryPolicy):
             retry = RetryPolicy.from_dict(retry)
-        stored = cls(**{**values, "name": "-", "tenant": None, "retry": retry})
+        compat = values.get("compat")
+        if compat is not None:
+            compat = SETTINGS["compat"].type.parse("compat", compat)
+        stored = cls(**{**values, "name": "-", "tenant": None, "retry": retry, "compat": compat})
         for kept in ("name", "tenant"):
             object.__setattr__(stored, kept, values.get(kept))
         return stored

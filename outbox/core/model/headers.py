@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import orjson
 
@@ -206,6 +206,19 @@ def event_header_problem(name: str, value: object) -> str | None:
     return mark_problem(name) or header_problem(name, value)
 
 
+class ComputedHeaders(Protocol):
+    """Headers of an endpoint that are computed for each request, such as a second signature."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Their names, normalized."""
+        ...
+
+    def lines(self, message_id: str, timestamp: int, body: bytes) -> str:
+        """Their lines, as `format_lines` returns them; `timestamp` is in epoch seconds."""
+        ...
+
+
 class EndpointHeaders(NamedTuple):
     """What an endpoint's settings say about the headers of its requests."""
 
@@ -213,17 +226,28 @@ class EndpointHeaders(NamedTuple):
     """Sent with each request."""
     prefix: str = DEFAULT_PREFIX
     """Begins the names of the headers that describe a delivery."""
+    computed: ComputedHeaders | None = None
+
+    @property
+    def reserved(self) -> frozenset[str]:
+        """The names that only the relay sets, normalized."""
+        names = relay_headers(self.prefix)
+        return names if self.computed is None else names | self.computed.names
 
 
 NO_HEADERS = EndpointHeaders()
 
 
-def valid_headers(headers: Mapping[str, object], prefix: str = DEFAULT_PREFIX) -> EndpointHeaders:
+def valid_headers(
+    headers: Mapping[str, object],
+    prefix: str = DEFAULT_PREFIX,
+    computed: ComputedHeaders | None = None,
+) -> EndpointHeaders:
     """The allowed headers of an endpoint with this prefix, the first of each name."""
     found = _select(headers.items(), header_problem)
-    set_by_relay = relay_headers(prefix)
-    own = tuple([each for plain, each in found.items() if plain not in set_by_relay])
-    return EndpointHeaders(own, prefix)
+    reserved = EndpointHeaders((), prefix, computed).reserved
+    own = tuple([each for plain, each in found.items() if plain not in reserved])
+    return EndpointHeaders(own, prefix, computed)
 
 
 def merge(endpoint: EndpointHeaders, event: bytes | None, used_bytes: int = 0) -> Headers:
@@ -237,17 +261,17 @@ def merge(endpoint: EndpointHeaders, event: bytes | None, used_bytes: int = 0) -
         event: JSON text of an object of strings.
         used_bytes: the part of the limit that headers of the relay with texts of users take.
     """
-    own, prefix = endpoint
+    own = endpoint.own
     if event is None:
         return own
     merged = {normalize_name(name): (name, value) for name, value in own}
     bytes_left = WIRE_BYTES_MAX - used_bytes - sum(map(_wire_bytes, own))
-    set_by_relay = relay_headers(prefix)
+    reserved = endpoint.reserved
     for plain, each in _select(
         islice(orjson.loads(event).items(), WIRE_COUNT_MAX), event_header_problem
     ).items():
         size = _wire_bytes(each)
-        if plain in merged or plain in set_by_relay:
+        if plain in merged or plain in reserved:
             continue
         if size <= bytes_left and len(merged) < WIRE_COUNT_MAX:
             merged[plain] = each

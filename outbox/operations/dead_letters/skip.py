@@ -24,7 +24,7 @@ from outbox.core.model.response import (
 )
 from outbox.core.model.response_policy import is_application_failure
 from outbox.errors import Conflict
-from outbox.operations.endpoints.changes import find_endpoint
+from outbox.operations.endpoints.found import find_endpoint
 from outbox.operations.lane_history import get_lane
 from outbox.operations.lanes import BLOCKED_BY, FAILING, LANE_STATE
 from outbox.operations.rows import from_row

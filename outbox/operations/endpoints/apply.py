@@ -15,15 +15,13 @@ from outbox.core.model.destination import is_stream
 from outbox.destinations.brokers import find_destination
 from outbox.errors import Conflict, NotFound, UsageError
 from outbox.operations.endpoints.changes import (
-    READ_ENDPOINTS,
-    FoundEndpoint,
     check_filters,
     name_conflict,
     plan_addition,
     plan_update,
-    require_states,
     write_updates,
 )
+from outbox.operations.endpoints.found import READ_ENDPOINTS, FoundEndpoint, require_states
 from outbox.operations.endpoints.removal import StillPending, plan_removals
 from outbox.operations.endpoints.writes import add_endpoints, replace_subscriptions
 from outbox.operations.feeds.starts import begin_feed, resolve_start
@@ -64,7 +62,7 @@ class ApplyStep:
     pending: int = 0
     """Pending deliveries that are dead-lettered with an endpoint that is removed."""
     secret: str | None = None
-    """Signing secret of a new endpoint, shown only now."""
+    """Signing secret of a new endpoint, shown only now; null if it was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +198,10 @@ async def _plan_changes(
     starts: list[tuple[UUID, FeedStart]] = []
     updates: list[Update] = []
     writes_secrets = any(
-        each.place not in matches or its.headers != matches[each.place].settings.headers
+        each.place not in matches
+        or each.secret is not None
+        or its.headers != matches[each.place].settings.headers
+        or (its.compat is not None and its.compat.secret is not None)
         for each, its in zip(declared, settings, strict=True)
     )
     in_use = await vault.for_writing(change.db) if writes_secrets else vault
@@ -210,7 +211,8 @@ async def _plan_changes(
             if is_stream(its.url):
                 with _prefix_errors(each.place):
                     find_destination(its.url)
-            new = plan_addition(change, its, in_use)
+            with _prefix_errors(each.place):
+                new = plan_addition(change, its, in_use, given=each.secret)
             additions.append(new)
             if each.start is not None:
                 with _prefix_errors(each.place):
@@ -218,7 +220,7 @@ async def _plan_changes(
             steps.append(ApplyStep("add", its.name, new.id, secret=new.secret))
             continue
         with _prefix_errors(each.place):
-            update = await plan_update(change, match, its, in_use)
+            update = await plan_update(change, match, its, in_use, each.secret)
         if update.changed:
             updates.append(update)
         action: Action = "change" if update.changed else "keep"

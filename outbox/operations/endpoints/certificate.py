@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.operations.endpoints.changes import find_endpoint
+from outbox.operations.endpoints.found import find_endpoint
 from outbox.operations.endpoints.states import require_state
 from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR, IDENTITY

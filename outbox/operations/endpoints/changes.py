@@ -7,30 +7,31 @@ shared with `outbox apply`.
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import asyncpg
 
-from outbox.core.messages.ed25519 import KEY_BYTES, format_private_key
-from outbox.core.messages.signature import format_secret, parse_signing_key
 from outbox.core.model import endpoint_config
 from outbox.core.model.destination import is_stream
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.destinations.brokers import is_same_stream
 from outbox.errors import Conflict, UsageError
 from outbox.operations.endpoints import writes as endpoint_writes
-from outbox.operations.endpoints.queries import settings_of
-from outbox.operations.endpoints.writes import REQUIRE_STATES
+from outbox.operations.endpoints.found import find_endpoint
+from outbox.operations.endpoints.live_secrets import (
+    DELETE_COMPAT_SECRETS,
+    LiveSecrets,
+    new_secret,
+    public_key,
+    stored_compat_secret,
+    stored_secret,
+)
 from outbox.operations.feeds.starts import begin_feed, count_after, resolve_start
 from outbox.operations.lane_backlogs import PendingAhead, read_ahead
-from outbox.operations.lanes import FED, SUBSCRIBED
 from outbox.store.change import make_change
-from outbox.store.connection.secrets import CLEAR, SIGNING
-from outbox.store.delivery.endpoints import endpoint_not_found, setting_columns
+from outbox.store.connection.secrets import CLEAR, COMPAT, SIGNING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -38,12 +39,14 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.core.model.compat import Compat
     from outbox.core.model.endpoint_settings import EndpointSettings
+    from outbox.core.model.secret_text import GivenSecret
     from outbox.core.model.start import Start
+    from outbox.operations.endpoints.found import FoundEndpoint
+    from outbox.operations.endpoints.live_secrets import PlannedSecret
     from outbox.store.change import Change
     from outbox.store.connection.secrets import Vault
-
-SECRET_BYTES = 32
 
 FIND_NAME = "SELECT state FROM endpoint WHERE name = $1 AND state <> 'removed'"
 
@@ -53,13 +56,6 @@ SELECT b.high, coalesce(
            pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::regclass), 0) AS last
   FROM batch b ORDER BY b.batch DESC LIMIT 1
 """
-
-READ_ENDPOINTS = f"""
-SELECT e.id, e.state, {setting_columns()},
-       {SUBSCRIBED} AS subscribed, {FED} AS fed
-  FROM endpoint e WHERE e.state <> 'removed'
-"""  # noqa: S608 (constants only)
-FIND_ENDPOINTS = f"{READ_ENDPOINTS} AND e.name = ANY ($1)"
 
 READ_FILTERS = (
     "SELECT count(('$ ? (' || filter || ')')::jsonpath) FROM unnest($1::text[]) AS filter"
@@ -73,7 +69,8 @@ class NewEndpoint:
     id: UUID
     name: str
     url: str
-    secret: str
+    secret: str | None
+    """The secret or the public key; null: a shared secret that was given."""
     lanes: int
     types: tuple[str, ...]
     waiting: int | None
@@ -84,30 +81,6 @@ class NewEndpoint:
     match; null without a start, and for tenant tokens."""
     warnings: tuple[str, ...]
     """What receivers may refuse."""
-
-
-@dataclass(frozen=True)
-class FoundEndpoint:
-    """An endpoint as a plan has read it."""
-
-    id: UUID
-    name: str
-    state: str
-    subscribed: bool
-    """Whether it has a subscription, or is fed before it has one."""
-    fed: bool
-    row: Any
-    vault: Vault
-
-    @classmethod
-    def from_row(cls, row: Any, vault: Vault) -> FoundEndpoint:
-        """Build from a row with these columns and those of `setting_columns`."""
-        return cls(row["id"], row["name"], row["state"], row["subscribed"], row["fed"], row, vault)
-
-    @cached_property
-    def settings(self) -> EndpointSettings:
-        """Parsed on access: an endpoint with unreadable settings can still be removed."""
-        return settings_of(self.row, self.vault)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +102,8 @@ class Addition:
     """A planned endpoint."""
 
     id: UUID
-    secret: str
-    """The secret, or the public key `whpk_…` of an Ed25519 key."""
+    secret: str | None
+    """The secret, or the public key `whpk_…` of an Ed25519 key; None: a given one."""
     row: dict[str, Any]
 
 
@@ -142,6 +115,7 @@ class Update:
     settings: EndpointSettings
     changed: Mapping[str, tuple[str, str]]
     row: dict[str, Any]
+    secrets: tuple[PlannedSecret, ...]
 
     @property
     def renames(self) -> bool:
@@ -166,16 +140,18 @@ async def add_endpoint(
     actor: str,
     vault: Vault = CLEAR,
     ed25519: bool = False,
+    secret: GivenSecret | None = None,
     start: Start | None = None,
 ) -> NewEndpoint:
     """Add an endpoint; it receives events from the next batch on.
 
     Args:
         ed25519: sign deliveries with an Ed25519 private key; the receiver gets the public key.
+        secret: sign deliveries with this one; None: one is generated.
         start: where it begins; it receives events from there on first.
 
     Raises:
-        UsageError: the name is taken, or the filter is invalid.
+        UsageError: the name is taken, or the filter or the secret is invalid.
         Conflict: something after the start is gone.
         Locked: the vault lacks the key in use.
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
@@ -186,7 +162,7 @@ async def add_endpoint(
         await check_filters(change.db, [settings])
         await _require_free_name(change.db, settings.name)
         high, last = await change.db.fetchrow(READ_WAITING)
-        new = plan_addition(change, settings, in_use, ed25519=ed25519)
+        new = plan_addition(change, settings, in_use, ed25519=ed25519, given=secret)
         endpoint_writes.add_endpoints(change, [new.row], early=True)
         before = None
         if start is None:
@@ -252,24 +228,41 @@ async def update_endpoint(
 
 
 def plan_addition(
-    change: Change, settings: EndpointSettings, vault: Vault, *, ed25519: bool = False
+    change: Change,
+    settings: EndpointSettings,
+    vault: Vault,
+    *,
+    ed25519: bool = False,
+    given: GivenSecret | None = None,
 ) -> Addition:
     """Plan a new endpoint; its name must be free.
 
     Args:
         vault: the one to write with (`Vault.for_writing`).
+        given: its signing secret; None: one is generated.
+
+    Raises:
+        UsageError: a given secret is invalid, or that of the compat signature is missing.
     """
-    secret, endpoint_id = new_secret(ed25519=ed25519), uuid4()
+    if ed25519 and given is not None:
+        raise UsageError("ed25519: is for a new key; a given secret says its kind")
+    endpoint_id, compat = uuid4(), settings.compat
+    secret = new_secret(ed25519=ed25519) if given is None else stored_secret(given, settings.url)
+    sealed = None
+    if compat is not None:
+        text = stored_compat_secret(compat, _require_secret(compat))
+        sealed = vault.seal(text, endpoint_id, COMPAT)
     row = {
         **endpoint_writes.endpoint_columns(endpoint_id, settings),
         "headers": vault.seal_headers(settings.headers, endpoint_id),
         "secret": vault.seal(secret, endpoint_id, SIGNING),
         "public_key": public_key(secret),
+        "compat_secret": sealed,
     }
     change.journal(
         "endpoint_added", endpoint_id, _journal_settings(settings), batch_as="from_batch"
     )
-    return Addition(endpoint_id, public_key(secret) or secret, row)
+    return Addition(endpoint_id, public_key(secret) or (secret if given is None else None), row)
 
 
 async def plan_update(
@@ -277,21 +270,27 @@ async def plan_update(
     found: FoundEndpoint,
     settings: EndpointSettings,
     in_use: Vault | None = None,
+    given: GivenSecret | None = None,
 ) -> Update:
     """Plan an update; its new name must be free, and its filter valid.
 
     Args:
         in_use: the vault to write with (`Vault.for_writing`); None: it is read if needed.
+        given: the signing secret; another one than the newest replaces it, as in a rotation.
 
     Raises:
-        Conflict: the endpoint is being removed.
-        Locked: a header is new, but the vault lacks the key in use.
+        UsageError: a given secret is invalid, or that of a new compat signature is missing.
+        Conflict: the endpoint is being removed, or has too many live secrets.
+        Locked: a header or secret is new, but the vault lacks the key in use.
     """
     old = found.settings
     if found.state == "removing":
         raise Conflict(f'endpoint "{old.name}" is being removed, and cannot be changed')
     check_streams_kept(old, settings)
     changed = endpoint_config.differences(old, settings)
+    planned = await _plan_secrets(change, found, settings, in_use, given)
+    for each in planned:
+        changed["compat.secret" if each.compat else "secret"] = "(not shown)", "another (not shown)"
     row = endpoint_writes.endpoint_columns(found.id, settings)
     if settings.headers != old.headers:
         vault = in_use or await found.vault.for_writing(change.db)
@@ -299,7 +298,40 @@ async def plan_update(
     if changed:
         data = {"name": old.name, "changes": changed}
         change.journal("endpoint_updated", found.id, data, batch_as="from_batch")
-    return Update(found, settings, changed, row)
+    return Update(found, settings, changed, row, planned)
+
+
+async def _plan_secrets(
+    change: Change,
+    found: FoundEndpoint,
+    settings: EndpointSettings,
+    in_use: Vault | None,
+    given: GivenSecret | None,
+) -> tuple[PlannedSecret, ...]:
+    """The given secrets that are not the newest of their kind yet."""
+    texts: dict[bool, str] = {}
+    if given is not None:
+        texts[False] = stored_secret(given, settings.url)
+    compat, old = settings.compat, found.settings.compat
+    if compat is not None:
+        # The key of a stored secret was read from its text in the former encoding.
+        is_new = old is None or old.form.secret_encoding != compat.form.secret_encoding
+        if is_new or compat.secret is not None:
+            texts[True] = stored_compat_secret(compat, _require_secret(compat))
+    if not texts:
+        return ()
+    live, planned = await LiveSecrets.read(change.db, found.id), []
+    for is_compat, text in texts.items():
+        if not live.is_newest(text, found.vault, compat=is_compat):
+            writes = in_use or await found.vault.for_writing(change.db)
+            planned.append(live.plan(text, found.vault, writes, found.name, compat=is_compat))
+    return tuple(planned)
+
+
+def _require_secret(compat: Compat) -> str:
+    if compat.secret is None:
+        raise UsageError("compat.secret: is missing; give the secret that the receiver checks with")
+    return compat.secret
 
 
 def check_streams_kept(old: EndpointSettings, new: EndpointSettings) -> None:
@@ -320,55 +352,21 @@ def check_streams_kept(old: EndpointSettings, new: EndpointSettings) -> None:
 
 
 def write_updates(change: Change, updates: Collection[Update]) -> None:
-    """Write planned updates, which all change a setting."""
+    """Write planned updates, which all change something."""
     endpoint_writes.update_endpoints(
         change,
         [each.row for each in updates],
         renamed=[each.found.id for each in updates if each.renames],
         with_new_lanes=[each.found.id for each in updates if each.has_new_lanes],
     )
+    for each in updates:
+        if each.settings.compat is None and each.found.settings.compat is not None:
+            change.write(DELETE_COMPAT_SECRETS, each.found.id)
+        for secret in each.secrets:
+            secret.write(change)
     subscribing = [each.found for each in updates if each.subscribes]
     endpoint_writes.replace_subscriptions(change, [each.id for each in subscribing if not each.fed])
     endpoint_writes.change_feeds(change, [each.id for each in subscribing if each.fed])
-
-
-async def find_endpoint(
-    change: Change, name: str, owner: str | None = None, vault: Vault = CLEAR
-) -> FoundEndpoint:
-    """Find an endpoint by name; see `find_endpoints`."""
-    return (await find_endpoints(change, [name], owner, vault))[0]
-
-
-async def find_endpoints(
-    change: Change, names: Collection[str], owner: str | None = None, vault: Vault = CLEAR
-) -> list[FoundEndpoint]:
-    """Find endpoints by name, each once, and require that they still have their states.
-
-    Args:
-        owner: the tenant whose endpoints are found; None: all are.
-
-    Raises:
-        NotFound: no such endpoint has one of these names.
-    """
-    rows = {
-        row["name"]: row
-        for row in await change.db.fetch(FIND_ENDPOINTS, list(names))
-        if owner is None or row["tenant"] == owner
-    }
-    for name in names:
-        if name not in rows:
-            raise await endpoint_not_found(change.db, name)
-    endpoints = [FoundEndpoint.from_row(rows[name], vault) for name in dict.fromkeys(names)]
-    require_states(change, endpoints)
-    return endpoints
-
-
-def require_states(change: Change, endpoints: Collection[FoundEndpoint]) -> None:
-    """Require that endpoints still have their states when this is written."""
-    if endpoints:
-        change.write(
-            REQUIRE_STATES, [each.id for each in endpoints], [each.state for each in endpoints]
-        )
 
 
 async def check_filters(
@@ -392,19 +390,6 @@ async def check_filters(
         raise UsageError(
             f"filter: invalid SQL/JSON path: {reason}; a valid one is: @.total > 100"
         ) from None
-
-
-def new_secret(*, ed25519: bool = False) -> str:
-    """Generate a signing secret, `whsec_…`, or an Ed25519 private key, `whsk_…`."""
-    if ed25519:
-        return format_private_key(secrets.token_bytes(KEY_BYTES))
-    return format_secret(secrets.token_bytes(SECRET_BYTES))
-
-
-def public_key(secret: str) -> str | None:
-    """The public key of an Ed25519 private key, `whpk_…`; None for a symmetric secret."""
-    key = parse_signing_key(secret)
-    return None if isinstance(key, bytes) else key.public_text
 
 
 def name_conflict(name: str, state: str) -> Conflict:

@@ -97,7 +97,7 @@ SELECT s.endpoint_id, s.generation, s.slot, s.last_seq, s.acked_seq, s.retry_seq
 
 # Newest first.  The statement needs no right to read the column `secret`.
 LIST_SECRETS = """
-SELECT id, key_id, public_key, created_at, expires_at FROM endpoint_secret
+SELECT id, key_id, public_key, compat, created_at, expires_at FROM endpoint_secret
  WHERE endpoint_id = $1 AND (expires_at IS NULL OR expires_at > clock_timestamp())
  ORDER BY id DESC
 """
@@ -198,13 +198,15 @@ class EndpointHealth:
 
 @dataclass(frozen=True, slots=True)
 class SecretRow:
-    """A live signing secret, without its value."""
+    """A live secret, without its value."""
 
     id: int
     key_id: str | None
     """Key that the secret is encrypted with; None: it is stored in clear."""
     public_key: str | None
     """Public key of an Ed25519 secret, `whpk_…`; None: a symmetric secret."""
+    compat: bool
+    """Whether it is of the compat signature."""
     created_at: datetime
     expires_at: datetime | None
 
@@ -334,7 +336,7 @@ def settings_of(row: Any, vault: Vault = CLEAR) -> EndpointSettings:
     Headers that the vault cannot decrypt have `LockedText` as their value.
     """
     values = {field: row[field] for field in SETTING_FIELDS}
-    values["retry"] = parse_json(row["retry"])
+    values["retry"], values["compat"] = parse_json(row["retry"]), parse_json(row["compat"])
     values["headers"] = vault.open_headers(parse_json(row["headers"]), row["id"])
     return EndpointSettings.from_dict(values)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.text import count
 from outbox.errors import Conflict
-from outbox.operations.endpoints.changes import find_endpoint
+from outbox.operations.endpoints.found import find_endpoint
 from outbox.operations.endpoints.states import UNBLOCK_LANES
 from outbox.operations.endpoints.writes import SET_STATES, stop_subscriptions
 from outbox.operations.lanes import PENDING, SUBSCRIBED
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.endpoints.changes import FoundEndpoint
+    from outbox.operations.endpoints.found import FoundEndpoint
     from outbox.store.change import Change
 
 # Pending deliveries of endpoints, and the number of all their deliveries, by which

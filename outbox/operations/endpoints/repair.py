@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from outbox.core.brokers.repair import RepairKind
 from outbox.core.model.response import Failure
 from outbox.errors import Conflict
-from outbox.operations.endpoints.changes import find_endpoint
+from outbox.operations.endpoints.found import find_endpoint
 from outbox.operations.endpoints.writes import begin_generations
 from outbox.operations.lanes import FAILING
 from outbox.store.change import make_change
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.endpoints.changes import FoundEndpoint
+    from outbox.operations.endpoints.found import FoundEndpoint
     from outbox.store.change import Change
 
 RepairAction: TypeAlias = Literal["refill", "continue", "take_over", "dead_letter"]

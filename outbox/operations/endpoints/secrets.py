@@ -1,16 +1,22 @@
-"""Rotation of an endpoint's signing secret."""
+"""Rotation of an endpoint's secrets: of its signature, and of its compat signature."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.errors import Conflict
-from outbox.operations.endpoints.changes import find_endpoint, new_secret, public_key
+from outbox.errors import Conflict, UsageError
+from outbox.operations.endpoints.found import find_endpoint
+from outbox.operations.endpoints.live_secrets import (
+    OVERLAP_S,
+    LiveSecrets,
+    new_secret,
+    stored_compat_secret,
+    stored_secret,
+)
 from outbox.operations.endpoints.states import require_state
 from outbox.store.change import make_change
-from outbox.store.connection.secrets import CLEAR, SIGNING
-from outbox.store.sql.message import Private, WriteStatement
+from outbox.store.connection.secrets import CLEAR
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -18,51 +24,21 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.core.model.secret_text import GivenSecret
+    from outbox.operations.endpoints.found import FoundEndpoint
     from outbox.store.change import Change
     from outbox.store.connection.secrets import Vault
-
-OVERLAP_S = 86400.0
-"""How long an old secret or fetch token stays valid after a rotation."""
-SECRETS_MAX = 3
-"""Limit of live secrets: each delivery is signed with all of them."""
-
-# The secrets of an endpoint, the newest first, with their expiry after a rotation now, which
-# leaves them valid for $2 seconds; expired ones are included.
-READ_SECRETS = """
-SELECT id, public_key IS NOT NULL AS is_ed25519,
-       $2 > 0 AND (expires_at IS NULL OR expires_at > clock_timestamp()) AS stays,
-       least(expires_at, clock_timestamp() + make_interval(secs => $2)) AS until
-  FROM endpoint_secret WHERE endpoint_id = $1 ORDER BY id DESC
-"""
-
-ADD_SECRET = WriteStatement(
-    "add_secret",
-    "INSERT INTO endpoint_secret (endpoint_id, id, secret, public_key) VALUES ($1, $2, $3, $4)",
-)
-
-# Ends older secrets at the planned times, and deletes the others.
-END_SECRETS = WriteStatement(
-    "end_secrets",
-    """
-WITH kept AS (
-    SELECT * FROM unnest($3::integer[], $4::timestamptz[]) AS k(id, until)),
-deleted AS (
-    DELETE FROM endpoint_secret
-     WHERE endpoint_id = $1 AND id < $2 AND id NOT IN (SELECT id FROM kept))
-UPDATE endpoint_secret s SET expires_at = k.until
-  FROM kept k WHERE s.endpoint_id = $1 AND s.id = k.id
-""",
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """A new signing secret, shown only now."""
+    """A new secret, shown only now."""
 
     id: UUID
     name: str
-    secret: str
-    """The secret, or the public key `whpk_…` of an Ed25519 key."""
+    secret: str | None
+    """The secret, or the public key `whpk_…` of an Ed25519 key; null: a shared secret that was
+    given."""
     live: int
     """Number of live secrets, including the new one."""
     old_until: datetime | None
@@ -78,46 +54,67 @@ async def rotate_secret(
     overlap_s: float = OVERLAP_S,
     vault: Vault = CLEAR,
     ed25519: bool | None = None,
+    given: GivenSecret | None = None,
+    compat: bool = False,
     owner: str | None = None,
 ) -> Rotation:
-    """Add a new signing secret; the old ones stay valid for `overlap_s` seconds.
+    """Add a new secret; the old ones stay valid for `overlap_s` seconds.
 
     Args:
         overlap_s: validity of the old secrets, in seconds; 0 deletes them.
         ed25519: create an Ed25519 key; None: the same kind as the newest secret.
+        given: the new secret; None: one is generated.
+        compat: it is of the compat signature, whose secrets are given.
         owner: the tenant that the endpoint must belong to; None: any.
 
     Raises:
         NotFound: no endpoint has this name.
+        UsageError: the given secret is invalid, or there is no compat signature.
         Locked: the vault lacks the key in use.
-        Conflict: the limit of live secrets is reached.
+        Conflict: the limit of live secrets is reached, or the secret is the newest one already.
     """
+    if ed25519 is not None and (given is not None or compat):
+        raise UsageError("ed25519: is for a new key; a given secret says its kind")
+    if compat and given is None:
+        raise UsageError("secret: is missing; the secret of a compat signature is given")
 
     async def plan(change: Change) -> Rotation:
-        endpoint = await find_endpoint(change, name, owner)
+        endpoint = await find_endpoint(change, name, owner, vault)
         require_state(endpoint, ("active", "paused", "disabling", "disabled"), "given a new secret")
         in_use = await vault.for_writing(change.db)
-        old = await change.db.fetch(READ_SECRETS, endpoint.id, float(overlap_s))
-        is_ed25519 = bool(old and old[0]["is_ed25519"]) if ed25519 is None else ed25519
-        kept = [row for row in old if row["stays"]]
-        if len(kept) >= SECRETS_MAX:
-            first = min(row["until"] for row in kept)
-            raise Conflict(
-                f'endpoint "{name}" has {SECRETS_MAX} live secrets, the first until '
-                f"{first.isoformat(timespec='seconds')}; wait, or set the overlap to 0"
-            )
-        secret, secret_id = new_secret(ed25519=is_ed25519), (old[0]["id"] if old else 0) + 1
-        public = public_key(secret)
-        sealed = Private(in_use.seal(secret, endpoint.id, SIGNING))
-        change.write(ADD_SECRET, endpoint.id, secret_id, sealed, public)
-        ids, untils = [row["id"] for row in kept], [row["until"] for row in kept]
-        change.write(END_SECRETS, endpoint.id, secret_id, ids, untils)
-        data = {"name": name, "overlap_s": overlap_s, "live": len(kept) + 1}
-        if is_ed25519:
-            data["ed25519"] = True
-        change.journal("endpoint_secret_rotated", endpoint.id, data)
-        return Rotation(
-            endpoint.id, name, public or secret, len(kept) + 1, max(untils, default=None)
+        live = await LiveSecrets.read(change.db, endpoint.id, overlap_s=overlap_s)
+        if given is None:
+            text = new_secret(ed25519=live.is_ed25519 if ed25519 is None else ed25519)
+        else:
+            text = _stored(endpoint, given, compat=compat)
+            if live.is_newest(text, vault, compat=compat):
+                raise Conflict(f'endpoint "{name}" signs with this secret already')
+        new = live.plan(text, vault, in_use, name, compat=compat)
+        new.write(change)
+        count = len(new.kept_ids) + 1
+        data = {"name": name, "overlap_s": overlap_s, "live": count}
+        kinds = {"ed25519": new.public_key, "given": given, "compat": compat}
+        change.journal(
+            "endpoint_secret_rotated",
+            endpoint.id,
+            data | {kind: True for kind, applies in kinds.items() if applies},
         )
+        shown = new.public_key or (text if given is None else None)
+        return Rotation(endpoint.id, name, shown, count, max(new.kept_until, default=None))
 
     return await make_change(connection, schema, actor, plan)
+
+
+def _stored(endpoint: FoundEndpoint, given: GivenSecret, *, compat: bool) -> str:
+    """The stored form of a given secret."""
+    if not compat:
+        return stored_secret(given, endpoint.row["url"])
+    form = endpoint.settings.compat
+    if form is None:
+        raise UsageError(
+            f'endpoint "{endpoint.name}" has no compat signature; add one with its secret: outbox '
+            "endpoint update --compat"
+        )
+    if given.encoding is not None:
+        form = replace(form, secret_encoding=given.encoding)
+    return stored_compat_secret(form, given.text)

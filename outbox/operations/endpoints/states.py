@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict
-from outbox.operations.endpoints.changes import find_endpoint, find_endpoints
+from outbox.operations.endpoints.found import find_endpoint, find_endpoints
 from outbox.operations.endpoints.missed import READ_MISSED_SINCE, read_missed
 from outbox.operations.endpoints.writes import SET_STATES, replace_subscriptions
 from outbox.operations.feeds.catch_up import CatchUp, plan_catch_up
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.endpoints.changes import FoundEndpoint
+    from outbox.operations.endpoints.found import FoundEndpoint
     from outbox.store.change import Change
 
 COUNT_BLOCKED_LANES = """

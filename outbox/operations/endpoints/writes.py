@@ -43,6 +43,16 @@ ADD_HEALTH = WriteStatement(
     "add_health", "INSERT INTO endpoint_health (endpoint_id) SELECT unnest($1::uuid[])"
 )
 
+ADD_COMPAT_SECRETS = WriteStatement(
+    "add_compat_secrets",
+    """
+INSERT INTO endpoint_secret (endpoint_id, id, secret, compat)
+SELECT id, 2, compat_secret, true
+  FROM jsonb_to_recordset($1::text::jsonb) AS e(id uuid, compat_secret text)
+ WHERE compat_secret IS NOT NULL
+""",
+)
+
 # Unowned: any replica can acquire it.
 ADD_OWNERSHIP = WriteStatement("add_ownership", "SELECT add_ownership($1::uuid[])")
 
@@ -162,7 +172,7 @@ def add_endpoints(
     """Add endpoints with their secrets and lanes, without subscriptions.
 
     Args:
-        rows: the columns, and `secret` and `public_key`.
+        rows: the columns, and `secret`, `public_key` and `compat_secret`.
         early: before the cursor row is locked; the names must be free then.
     """
     write = change.write_early if early else change.write
@@ -171,6 +181,8 @@ def add_endpoints(
         _count(change, rows)
         write(ADD_ENDPOINTS, text, change.actor)
         write(ADD_FIRST_SECRETS, text)
+        if any(row["compat_secret"] for row in rows):
+            write(ADD_COMPAT_SECRETS, text)
         write(ADD_HEALTH, ids)
         write(ADD_OWNERSHIP, ids)
         write(ADD_LANES, ids)
@@ -231,7 +243,8 @@ def stop_subscriptions(change: Change, ids: Collection[UUID]) -> None:
 def endpoint_columns(endpoint_id: UUID, settings: EndpointSettings) -> dict[str, Any]:
     """The columns of an endpoint's row, except its headers."""
     values = {name: getattr(settings, name) for name in SETTING_FIELDS if name != "headers"}
-    return {"id": endpoint_id, **values, "retry": settings.retry.to_dict()}
+    compat = None if settings.compat is None else settings.compat.public()
+    return {"id": endpoint_id, **values, "retry": settings.retry.to_dict(), "compat": compat}
 
 
 def _count(change: Change, rows: Collection[Mapping[str, Any]]) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.api_token import SECRET_BYTES, digest, format_fetch_token, matches_digest
-from outbox.operations.endpoints.changes import find_endpoint
-from outbox.operations.endpoints.secrets import OVERLAP_S
+from outbox.operations.endpoints.found import find_endpoint
+from outbox.operations.endpoints.live_secrets import OVERLAP_S
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
 from outbox.store.sql.message import WriteStatement

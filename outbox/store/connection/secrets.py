@@ -3,7 +3,7 @@
     sealed:KEY:DATA      the stored form; KEY is the key's id, DATA is base64 of a 12-byte nonce
                          and the AES-256-GCM ciphertext
 
-Encrypted are an endpoint's signing secrets, its client certificate with the private key, and its
+Encrypted are an endpoint's secrets, its client certificate with the private key, and its
 header values.  The associated data contains the endpoint's id and the purpose of the text, so that
 a writer to the tables cannot assign one endpoint's secret to another.
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from outbox.core.model.encryption_keys import EncryptionKey
 
 SETTING = "OUTBOX_KEY"
-SIGNING, IDENTITY = "signing secret", "client certificate"
+SIGNING, COMPAT, IDENTITY = "signing secret", "compat secret", "client certificate"
 """Purposes of a text; the purpose of a header value includes the header's name."""
 
 _PREFIX = "sealed:"

@@ -13,6 +13,7 @@ from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.connection_reuse import ConnectionReuse
 from outbox.core.delivery.endpoint import Endpoint
 from outbox.core.delivery.operational_events import ReportedState
+from outbox.core.messages.compat_signature import CompatSigner
 from outbox.core.messages.signature import parse_signing_key
 from outbox.core.model import headers, retryable_statuses
 from outbox.core.model.delivery import epoch_seconds
@@ -21,6 +22,7 @@ from outbox.core.model.endpoint_settings import SETTING_FIELDS, SETTINGS, TIMEOU
 from outbox.core.model.message_format import DEFAULT_SOURCE, MessageFormat
 from outbox.core.model.response_policy import RETRYABLE
 from outbox.core.model.retry_policy import STANDARD, RetryPolicy
+from outbox.core.model.secret_text import decode_base64
 from outbox.core.model.text import closest
 from outbox.errors import NotFound, UsageError
 from outbox.store.connection.connect import map_errors
@@ -30,6 +32,7 @@ from outbox.store.connection.row_security import (
     stop_hidden,
 )
 from outbox.store.connection.secrets import (
+    COMPAT,
     IDENTITY,
     SIGNING,
     AlteredSecret,
@@ -44,12 +47,13 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.core.messages.signature import SigningKey
+    from outbox.core.model.compat import Compat
     from outbox.store.connection.secrets import Vault
 
 
 def setting_columns(headers: str = "e.headers::text") -> str:
     """The columns of the settings, which have their names; JSON is read as text."""
-    texts = {"retry": "e.retry::text", "headers": headers}
+    texts = {"retry": "e.retry::text", "headers": headers, "compat": "e.compat::text"}
     return ", ".join(f"{texts.get(each, f'e.{each}')} AS {each}" for each in SETTING_FIELDS)
 
 
@@ -59,7 +63,7 @@ SELECT {setting_columns()}, e.id, e.state, e.identity, e.generation, e.resumes, 
        h.resumes AS applied_resumes, h.since, h.held_until,
        h.last_response::text AS last_response, h.reported_held_since, h.reported_stalled_at,
        h.unsolicited_at,
-       array(SELECT (s.secret, s.expires_at) FROM endpoint_secret s
+       array(SELECT (s.secret, s.expires_at, s.compat) FROM endpoint_secret s
               WHERE s.endpoint_id = e.id
                 AND (s.expires_at IS NULL OR s.expires_at > clock_timestamp())
               ORDER BY s.id DESC) AS secrets,
@@ -129,6 +133,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
     endpoint_id, own, identity = row["id"], {}, None
     settings: dict[str, Any] = {name: row[name] for name in SETTING_FIELDS}
     header_prefix, source = headers.DEFAULT_PREFIX, DEFAULT_SOURCE
+    compat = signer = None
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
     try:
         retry = _policy(row["retry"])
@@ -137,7 +142,8 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         secrets = tuple(
             [
                 (parse_signing_key(vault.open(text, endpoint_id, SIGNING)), at and at.timestamp())
-                for text, at in row["secrets"]
+                for text, at, is_compat in row["secrets"]
+                if not is_compat
             ]
         )
         if not secrets:
@@ -156,6 +162,9 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         own = vault.open_headers(stored, endpoint_id)
         for locked in unreadable_values(own):
             raise locked.error
+        if row["compat"] is not None:
+            compat = SETTINGS["compat"].type.parse("compat", orjson.loads(row["compat"]))
+            signer = _signer(row, compat, vault)
         if row["identity"] is not None:
             identity = vault.open(row["identity"], endpoint_id, IDENTITY)
     except (UnreadableSecret, UsageError, TypeError, ValueError) as error:
@@ -166,7 +175,8 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
     settings["types"], settings["allow_networks"] = map(
         tuple, (row["types"], row["allow_networks"])
     )
-    settings["headers"] = headers.valid_headers(own, header_prefix)
+    settings["headers"] = headers.valid_headers(own, header_prefix, signer)
+    settings["compat"] = compat
     settings["header_prefix"], settings["source"] = header_prefix, source
     settings["retry"], settings["retryable"] = retry, retryable
     if is_stream(row["url"]):
@@ -194,6 +204,18 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         ),
         reuse=ConnectionReuse(row["keep_alive"], epoch_seconds(row["unsolicited_at"])),
     )
+
+
+def _signer(row: Any, compat: Compat, vault: Vault) -> CompatSigner:
+    """The signer of the compat signature."""
+    keys = [
+        (decode_base64(vault.open(text, row["id"], COMPAT)) or b"", at and at.timestamp())
+        for text, at, is_compat in row["secrets"]
+        if is_compat
+    ]
+    if not all(key for key, _ in keys) or not keys:
+        raise UsageError("compat: there is no valid secret")
+    return CompatSigner(compat, keys)
 
 
 @lru_cache(256)

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, StrictBool, create_model
 
-from outbox.core.model import duration, headers, setting_types
+from outbox.core.model import compat, duration, headers, setting_types
+from outbox.core.model.compat import CompatSetting, Preset, SignatureEncoding
 from outbox.core.model.endpoint_settings import SETTINGS
 from outbox.core.model.event import TENANT_BYTES_MAX
 from outbox.core.model.filter import FILTER_BYTES_MAX
 from outbox.core.model.position import POSITION_CHARS_MAX
-from outbox_api.field_types import TYPE_PATTERN, text_schema
+from outbox.core.model.secret_text import SecretEncoding
+from outbox_api.field_types import TYPE_PATTERN, SecretText, text_schema
 from outbox_api.route import Headers, RequestModel, at_most
 
 if TYPE_CHECKING:
@@ -26,6 +28,31 @@ class SettingsBody(RequestModel):
         """Return the fields that the request contains, null included."""
         values = self.model_dump(exclude_unset=True)
         return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+
+
+Template = Annotated[str, Field(json_schema_extra=text_schema(compat.TEMPLATE_CHARS_MAX))]
+
+
+class CompatBody(RequestModel):
+    """A second signature in the form of another sender; members replace what the preset says."""
+
+    preset: Preset
+    header: Template | None = None
+    """The header of the signature."""
+    content: Template | None = None
+    """What is signed: a template over `{id}`, `{timestamp}` and `{body}`."""
+    encoding: SignatureEncoding | None = None
+    value: Template | None = None
+    """The header's value: a template over `{id}`, `{timestamp}`, `{signature}` and
+    `{signatures}`."""
+    secret_encoding: SecretEncoding | None = None
+    """How the text of the secret is the key: its own bytes (`raw`), or base64 of the key."""
+    headers: Headers[str] | None = None
+    """Other headers: templates over `{id}` and `{timestamp}`."""
+    until: Annotated[str, Field(max_length=40)] | None = None
+    """Its end, a date or a time with its zone: requests do not carry it from then on."""
+    secret: SecretText | None = None
+    """The secret, which is not shown again; null keeps the stored ones."""
 
 
 _API_NOTES = {
@@ -81,6 +108,8 @@ def _form(type_: SettingType) -> Any:
             return Annotated[tuple[form, ...], at_most(type_.items_max)]
         case setting_types.HeaderMap():
             return Headers[str | None]
+        case CompatSetting():
+            return CompatBody
         case setting_types.Time():
             bounds: Any = {"exclusiveMinimum": 0, "maximum": type_.maximum_s}
             number = Field(json_schema_extra=bounds, strict=True)
@@ -111,6 +140,24 @@ _REQUIRED: dict[str, Any] = {
     for name, each in SETTINGS.items()
     if each.is_required
 }
+_SECRET: dict[str, Any] = {
+    "secret": (
+        SecretText | None,
+        Field(
+            default=None,
+            description="The signing secret, which the receiver has already: `whsec_…` or base64 "
+            "of 24 to 64 bytes, or `whsk_…`.  Null: one is generated.",
+        ),
+    ),
+    "secret_encoding": (
+        SecretEncoding | None,
+        Field(
+            default=None,
+            description="How the text of the secret is the key: its own bytes (`raw`), or base64 "
+            "of the key; needed if both are possible.",
+        ),
+    ),
+}
 _FROM: dict[str, Any] = {
     "from": (
         str | None,
@@ -136,6 +183,7 @@ NewEndpointBody: type[SettingsBody] = create_model(
             "the public key.",
         ),
     ),
+    **_SECRET,
     **_FROM,
 )
 NewEndpointBody.example = {

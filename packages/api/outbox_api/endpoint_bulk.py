@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from outbox.errors import Conflict
 from outbox.operations.endpoints import states as endpoint_states
-from outbox.operations.endpoints.changes import find_endpoints
+from outbox.operations.endpoints.found import find_endpoints
 from outbox.store.change import make_change
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.endpoints.changes import FoundEndpoint
+    from outbox.operations.endpoints.found import FoundEndpoint
     from outbox.operations.endpoints.states import StateChange
     from outbox.store.change import Change
 

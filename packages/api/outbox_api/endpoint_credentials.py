@@ -7,16 +7,19 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, StrictBool
 
+from outbox.core.model import endpoint_config
 from outbox.core.model.duration import MAX_S
+from outbox.core.model.secret_text import SecretEncoding
 from outbox.destinations.broker_address import credentials_header
 from outbox.network.tls import check_identity
 from outbox.operations.endpoints import secrets as endpoint_secrets
 from outbox.operations.endpoints.certificate import CertificateChange, set_identity
 from outbox.operations.endpoints.credentials import CredentialsChange, set_credentials
-from outbox.operations.endpoints.secrets import OVERLAP_S, Rotation
+from outbox.operations.endpoints.live_secrets import OVERLAP_S
+from outbox.operations.endpoints.secrets import Rotation
 from outbox.store.connection.secrets import Vault
 from outbox_api import route
-from outbox_api.field_types import Name
+from outbox_api.field_types import Name, SecretText
 from outbox_api.request_parsing import Seconds, up_to
 from outbox_api.route import Call, NoQuery, RequestModel, TenantAccess
 
@@ -37,6 +40,13 @@ class RotationBody(RequestModel):
     """How long the old secret also signs; 0: it expires immediately."""
     ed25519: StrictBool | None = None
     """Whether the new secret is an Ed25519 key; null: the type does not change."""
+    secret: SecretText | None = None
+    """The new secret, which the receiver has already; null: one is generated."""
+    secret_encoding: SecretEncoding | None = None
+    """How the text of the secret is the key: its own bytes (`raw`), or base64 of the key; needed if
+    both are possible."""
+    compat: StrictBool = False
+    """Rotate the secret of the compat signature, which is given, instead."""
 
 
 class CertificateBody(RequestModel):
@@ -71,6 +81,8 @@ async def _rotate(call: Call[NoQuery, RotationBody]) -> Rotation:
         overlap_s=call.body.overlap,
         vault=vault_of(call),
         ed25519=call.body.ed25519,
+        given=endpoint_config.pop_secret(call.body.model_dump()),
+        compat=call.body.compat,
     )
 
 

@@ -134,6 +134,7 @@ async def _add(call: Call[NoQuery, SettingsBody]) -> NewEndpoint:
     fields = call.body.given_fields()
     fields["tenant"] = tenancy.resolve_tenant(call.tenant, fields.get("tenant"))
     ed25519 = fields.pop("ed25519", False)
+    secret = endpoint_config.pop_secret(fields)
     start = None if (text := fields.pop("from", None)) is None else parse_start(text)
     settings = endpoint_config.parse_one(fields)
     _check_tenant_rules(call, settings)
@@ -147,6 +148,7 @@ async def _add(call: Call[NoQuery, SettingsBody]) -> NewEndpoint:
         actor=call.actor,
         vault=vault_of(call),
         ed25519=ed25519,
+        secret=secret,
         start=start,
     )
     return made if call.tenant is None else replace(made, waiting=None, events_before=None)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 
-from outbox.core.model import api_token, event, pattern
+from outbox.core.model import api_token, event, pattern, secret_text
 from outbox.core.schedules import schedule
 
 _TYPE = f"^(?!{re.escape(pattern.RESERVED_PREFIX)})(?:{pattern.TYPE.pattern})$"
@@ -48,5 +48,6 @@ OrderingKey: TypeAlias = Annotated[str, _text(event.KEY_BYTES_MAX)]
 Tenant: TypeAlias = Annotated[str, _text(event.TENANT_BYTES_MAX)]
 OnceKey: TypeAlias = Annotated[str, _text(event.ONCE_BYTES_MAX)]
 ContentType: TypeAlias = Annotated[str, _text(event.CONTENT_TYPE_BYTES_MAX, _MEDIA_TYPE)]
+SecretText: TypeAlias = Annotated[str, _text(secret_text.SECRET_TEXT_BYTES_MAX)]
 TokenName: TypeAlias = Annotated[str, _text(form=api_token.TOKEN_NAME)]
 ScheduleName: TypeAlias = Annotated[str, _text(form=schedule.SCHEDULE_NAME)]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from outbox.core.model import setting_types
+from outbox.core.model.compat import PRESETS as COMPAT_PRESETS
+from outbox.core.model.compat import CompatSetting
 from outbox.core.model.endpoint_settings import HTTP_ONLY, SETTINGS
 from outbox.core.model.message_format import UNBATCHED, FormatName
 from outbox.core.model.retry_policy import PRESETS
@@ -25,6 +27,7 @@ ValueKind: TypeAlias = Literal[
     "headers",
     "certificates",
     "retry",
+    "compat",
 ]
 
 BASIC = ("name", "url", "types", "filter", "tenant", "lanes", "format", "headers", "retry")
@@ -45,6 +48,7 @@ _KINDS: tuple[tuple[type[SettingType], ValueKind], ...] = (
     (setting_types.HeaderMap, "headers"),
     (setting_types.Certificates, "certificates"),
     (setting_types.Retry, "retry"),
+    (CompatSetting, "compat"),
 )
 
 
@@ -63,7 +67,7 @@ class SettingDescription:
     none: str | None
     """What null means; null: the setting always has a value."""
     choices: tuple[str, ...]
-    """All values of a choice; the presets of a retry policy."""
+    """All values of a choice; the presets of a retry policy or a compat signature."""
     maximum: int | None
     """The largest value of a count; None for other kinds."""
     basic: bool
@@ -96,6 +100,8 @@ def _describe(setting: Setting) -> SettingDescription:
             choices = values
         case setting_types.Retry():
             choices = tuple(PRESETS)
+        case CompatSetting():
+            choices = tuple(COMPAT_PRESETS)
         case setting_types.Count(highest):
             maximum = highest
     return SettingDescription(

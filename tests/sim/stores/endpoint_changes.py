@@ -8,7 +8,7 @@ from uuid import UUID
 from outbox.core.model import endpoint_config
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.errors import Conflict, NotFound
-from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import found as found_endpoints
 from outbox.operations.endpoints.changes import NewEndpoint, Updated
 from outbox.store.connection.secrets import CLEAR
 from tests.sim.database.endpoints import SECRET
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from outbox.core.model.endpoint_settings import EndpointSettings
+    from outbox.core.model.secret_text import GivenSecret
     from outbox.core.model.start import Start
     from outbox.store.connection.secrets import Vault
     from tests.sim.database.connection import Connection
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from tests.sim.stores.change import Change
 
 
-class FoundEndpoint(endpoint_changes.FoundEndpoint):
+class FoundEndpoint(found_endpoints.FoundEndpoint):
     """An endpoint as a plan has read it; `row` is its settings."""
 
     __slots__ = ()
@@ -49,9 +50,11 @@ async def add_endpoint(
     actor: str,
     vault: Vault = CLEAR,
     ed25519: bool = False,
+    secret: GivenSecret | None = None,
     start: Start | None = None,
 ) -> NewEndpoint:
     assert not ed25519
+    assert secret is None
     name = settings.name
 
     async def plan(change: Change) -> NewEndpoint:

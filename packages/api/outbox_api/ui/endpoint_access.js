@@ -6,6 +6,19 @@ import { confirm, copyable, field, runAction } from "./dialogs.js";
 
 const path = (endpoint, verb) => `/v1/endpoints/${name(endpoint)}/${verb}`;
 
+// Fields of a secret that the receiver has already, instead of a new one.
+export const secretFields = () => [
+  field("Signing secret", h("input", { name: "secret", type: "password", autocomplete: "off" }), "One that the receiver has already: whsec_…, whsk_… or base64. Leave empty to create one."),
+  field("Encoding of the secret", h("select", { name: "secret_encoding" },
+    [["", "as its text says"], ["base64", "base64"], ["raw", "the text's own bytes"]].map(([value, text]) => h("option", { value }, text))), "Needed if the text could be both."),
+];
+
+// Their values, as members of a request.
+export function givenSecret({ secret, secret_encoding: encoding }) {
+  if (!secret) return {};
+  return encoding ? { secret, secret_encoding: encoding } : { secret };
+}
+
 // Show a new secret, or a public key.  `change` is "New" after a rotation.
 export async function showSecret(endpoint, secret, change = "") {
   const isPublic = secret.startsWith("whpk_");
@@ -20,10 +33,11 @@ export async function rotateSecret(endpoint) {
     h("p", null, "Deliveries are signed with both secrets until the old one expires."),
     field("Expire the old secret after", h("select", { name: "overlap" },
       [["24h", "1 day"], ["7d", "7 days"], ["1h", "1 hour"], ["0s", "immediately"]].map(([value, text]) => h("option", { value }, text)))),
+    ...secretFields(),
   ], { yes: "Create" });
   if (!form) return;
-  const rotation = await runAction(() => post(path(endpoint, "rotate-secret"), { overlap: form.overlap }), "The new secret is active.");
-  if (rotation) await showSecret(endpoint, rotation.secret, "New");
+  const rotation = await runAction(() => post(path(endpoint, "rotate-secret"), { overlap: form.overlap, ...givenSecret(form) }), "The new secret is active.");
+  if (rotation?.secret) await showSecret(endpoint, rotation.secret, "New");
 }
 
 // `are` is whether the endpoint has credentials.

@@ -3,6 +3,7 @@
 import { session } from "./api.js";
 import { h, show } from "./dom.js";
 import { field } from "./dialogs.js";
+import { givenSecret, secretFields } from "./endpoint_access.js";
 import { sentence } from "./format.js";
 import { labelOf, settingField } from "./setting_fields.js";
 
@@ -32,6 +33,7 @@ export function endpointForm({ settings, destinations }, values) {
   const ed25519 = h("div", { class: "field" },
     h("label", { class: "pick" }, h("input", { type: "checkbox", name: "ed25519" }), "Ed25519 signature"),
     h("small", null, "Sign with an Ed25519 key instead of a shared secret; the receiver gets the public key."));
+  const secret = secretFields();
   const from = field("Begin at", h("input", { name: "from", autocomplete: "off", placeholder: "now" }), "Send what was published since then first: a position of outbox snapshot, a time with its zone, an age such as 2h, or beginning.");
   const general = h("p", { class: "bad", role: "alert" });
   const url = byName.get("url").place.querySelector("input");
@@ -53,7 +55,7 @@ export function endpointForm({ settings, destinations }, values) {
     h("div", { class: "grid-form" },
       byName.get("name").place,
       h("div", { class: "field" }, field("Destination", select), words),
-      basic.slice(1).map((name) => byName.get(name)?.place), isNew && from, isNew && credentials, isNew && ed25519),
+      basic.slice(1).map((name) => byName.get(name)?.place), isNew && from, isNew && credentials, isNew && ed25519, isNew && secret),
     more);
 
   function applies({ setting }) {
@@ -68,7 +70,7 @@ export function endpointForm({ settings, destinations }, values) {
     show(words, destination.help);
     fields.forEach((each) => { each.place.hidden = !applies(each); });
     credentials.hidden = !isBroker;
-    ed25519.hidden = isBroker;
+    [ed25519, ...secret].forEach((each) => { each.hidden = isBroker; });
   }
 
   // Settings that differ from the start; one that no longer applies is reset to its default.
@@ -105,6 +107,8 @@ export function endpointForm({ settings, destinations }, values) {
     isBroker: () => destination.name !== "http",
     credentials: () => credentials.querySelector("input").value.trim(),
     from: () => from.querySelector("input").value.trim(),
+    secret: () => (ed25519.hidden ? {} : givenSecret(Object.fromEntries(secret.map((each) => each.querySelector("input, select"))
+      .map((control) => [control.name, control.value])))),
     ed25519: () => !ed25519.hidden && ed25519.querySelector("input").checked,
   };
 }

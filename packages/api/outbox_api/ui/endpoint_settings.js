@@ -3,10 +3,10 @@
 import { session } from "./api.js";
 import { code, definitionList, row, table, when } from "./components.js";
 import { h } from "./dom.js";
-import { time } from "./format.js";
+import { plural, time } from "./format.js";
 
 const OWNERSHIP = ["When", "Change", "Relay", "Reason"];
-const DISTRUST_MS = 86_400_000;
+const DAY_MS = 86_400_000;
 
 export const isBroker = (url) => !/^https?:/i.test(url);
 export const hasCredentials = (settings) => Object.keys(settings.headers).some((each) => each.toLowerCase() === "authorization");
@@ -14,15 +14,26 @@ export const hasCredentials = (settings) => Object.keys(settings.headers).some((
 // A receiver that sent unsolicited data gets one request per connection for a day.
 function keepAlive(settings, health) {
   if (!settings.keep_alive) return ["Keep-alive", "off"];
-  const until = Date.parse(health.unsolicited_at ?? "") + DISTRUST_MS;
+  const until = Date.parse(health.unsolicited_at ?? "") + DAY_MS;
   return until > session.now() && ["Keep-alive", h("span", null, `suspended until ${time(new Date(until).toISOString())}, unsolicited data `, when(health.unsolicited_at))];
+}
+
+const secretList = (secrets) => h("ul", { class: "plain" }, secrets.map((each) => h("li", null, each.expires_at ? ["old, until ", h("time", null, time(each.expires_at))] : ["since ", h("time", null, time(each.created_at))])));
+
+function compatSignature({ preset, until }) {
+  if (!until) return preset;
+  const days = Math.floor((Date.parse(until) - session.now()) / DAY_MS);
+  return h("span", null, `${preset}, ${days < 0 ? "ended" : `${plural(days, "day")} left`}, until `, h("time", null, time(until)));
 }
 
 function access({ endpoint, settings, secrets, certificate }) {
   if (isBroker(endpoint.url)) return [["Credentials", hasCredentials(settings) ? "set" : "none"], certificate && ["Client certificate", certificate.subject ?? "set"]];
+  const signing = secrets.filter((each) => !each.compat);
   return [
-    ["Secrets", h("ul", { class: "plain" }, secrets.map((each) => h("li", null, each.expires_at ? ["old, until ", h("time", null, time(each.expires_at))] : ["since ", h("time", null, time(each.created_at))])))],
-    secrets[0]?.public_key && ["Public key", h("code", null, secrets[0].public_key)],
+    ["Secrets", secretList(signing)],
+    signing[0]?.public_key && ["Public key", h("code", null, signing[0].public_key)],
+    settings.compat && ["Compat signature", compatSignature(settings.compat)],
+    settings.compat && ["Compat secrets", secretList(secrets.filter((each) => each.compat))],
     certificate && ["Client certificate", certificate.subject ?? "set"],
   ];
 }

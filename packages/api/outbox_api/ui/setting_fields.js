@@ -68,6 +68,25 @@ function retryPolicy(setting, value) {
   };
 }
 
+// Its preset, secret and end.  Other members are set by a command, and stay with the preset.
+function compatSignature(setting, value) {
+  const presets = setting.choices.filter((each) => each !== "custom" || value?.preset === each);
+  const select = h("select", { "aria-label": "Preset" }, [h("option", { value: "" }, setting.none),
+    ...presets.map((each) => h("option", { value: each, selected: each === value?.preset }, each))]);
+  const secret = h("input", { type: "password", "aria-label": "Compat secret", placeholder: value ? "Secret: unchanged" : "Secret", autocomplete: "off" });
+  const until = h("input", { "aria-label": "Compat end", placeholder: "End, such as 2027-01-31", value: value?.until ?? "", autocomplete: "off" });
+  const read = () => {
+    if (!select.value) return null;
+    const found = { ...(select.value === value?.preset ? value : {}), preset: select.value };
+    delete found.until;
+    if (until.value.trim()) found.until = until.value.trim();
+    if (secret.value) found.secret = secret.value;
+    return found;
+  };
+  const write = (next) => { select.value = next?.preset ?? ""; until.value = next?.until ?? ""; secret.value = ""; };
+  return { element: h("div", { class: "rows" }, select, secret, until), read, write, group: true };
+}
+
 const number = (text) => (Number.isNaN(Number(text)) ? text : Number(text));
 const CONTROLS = {
   text: textControl((setting) => ({ placeholder: setting.none ?? null, required: setting.required }), plain, (text) => text),
@@ -76,10 +95,10 @@ const CONTROLS = {
   number: textControl((setting) => ({ inputmode: "decimal", placeholder: setting.none ?? setting.default }), plain, number),
   list: (setting, value) => areaControl(2, (items) => (items ?? []).join("\n"), (text) => (lines(text).length || setting.none === null ? lines(text) : null))(setting, value),
   certificates: areaControl(3, plain, (text) => text.trim() || null),
-  choice, switch: onOff, headers: headerRows, retry: retryPolicy,
+  choice, switch: onOff, headers: headerRows, retry: retryPolicy, compat: compatSignature,
 };
 
-const HINTS = { list: "One per line.", headers: "Stored values are not shown." };
+const HINTS = { list: "One per line.", headers: "Stored values are not shown.", compat: "Stored secrets are not shown; a new one replaces them within a day." };
 
 // A labelled control.  `read` returns the value in the form of the API, null for the default.
 export function settingField(setting, value) {
@@ -119,6 +138,7 @@ export function showValue(setting, value) {
   if (setting.kind === "switch") return value ? "yes" : "no";
   if (setting.kind === "certificates") return "certificates";
   if (setting.kind === "headers") return Object.entries(value).map(([name, text]) => (text === null ? name : `${name} (new value)`)).join(", ") || "none";
+  if (setting.kind === "compat") return [value.preset, value.until && `until ${value.until}`, value.secret && "(new secret)"].filter(Boolean).join(" ");
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 

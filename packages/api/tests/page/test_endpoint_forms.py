@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import TYPE_CHECKING
 
 import pytest
@@ -248,3 +249,44 @@ async def test_the_streams_of_a_broker_are_refilled_and_adopted(database: Databa
         await visitor.press("Adopt", inside=visitor.dialog)
         await visitor.wait_for("The relay adopts 1 stream of stream.")
         assert await fetchval(database, "SELECT bool_or(repair = 'adopt') FROM lane")
+
+
+async def test_an_endpoint_keeps_a_given_secret_and_a_signature_of_another_sender(
+    database: Database,
+) -> None:
+    given = "whsec_" + base64.b64encode(bytes(range(32))).decode()
+    async with shop(database) as here:
+        visitor, page = here.visitor, here.visitor.page
+        await visitor.open("new-endpoint")
+        await page.get_by_label("Name", exact=True).fill("new")
+        await page.get_by_label("URL", exact=True).fill("https://receiver.test/new")
+        await page.get_by_label("Signing secret").fill("whsec_" + "ab" * 32)
+        await page.get_by_text("More settings").click()
+        await page.get_by_label("Preset").select_option("github")
+        await page.get_by_label("Compat end").fill("soon")
+        await page.get_by_label("Compat secret").fill("hub-4711")
+        await visitor.press("Create endpoint")
+        await visitor.wait_for(page.locator("#error-compat").get_by_text("neither a date"))
+        await page.get_by_label("Compat end").fill("2199-01-31")
+        await visitor.press("Create endpoint")
+        await visitor.wait_for("give the secret encoding: base64 or raw")
+        await page.get_by_label("Signing secret").fill(given)
+        await visitor.press("Create endpoint")
+        await visitor.wait_for("new was created.")
+        await visitor.open("endpoint/new/settings")
+        await visitor.wait_for(page.get_by_text("github, "))
+        stored = "SELECT array_agg(secret ORDER BY id) FROM endpoint_secret WHERE endpoint_id = "
+        stored += f"(SELECT id {OF_NEW})"
+        hub = base64.b64encode(b"hub-4711").decode()
+        assert await fetchval(database, stored) == [given, hub]
+        # Other changes keep the secret of the signature.
+        await visitor.open("edit-endpoint/new")
+        await page.get_by_text("More settings").click()
+        await page.get_by_label("Compat end").fill("2199-12-31")
+        await visitor.press("Save changes")
+        await visitor.press("Save", inside=visitor.dialog)
+        await visitor.wait_for("new was changed: Compat.")
+        assert await fetchval(database, f"SELECT compat ->> 'until' {OF_NEW}") == (
+            "2199-12-31T00:00:00Z"
+        )
+        assert await fetchval(database, stored) == [given, hub]

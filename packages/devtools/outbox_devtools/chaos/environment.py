@@ -127,6 +127,7 @@ class Environment:
             # Before it is written, after which deliveries may arrive at once.
             for number, new in added.items():
                 self.endpoint_ids[new.id] = number
+                assert new.secret is not None  # None was given.
                 self.receivers.endpoint(number).secret = parse_secret(new.secret)
 
         await make_change(connection, self.plan.schema, ACTOR, plan)

@@ -15,6 +15,7 @@ import orjson
 from outbox.store.change import document
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.secrets import (
+    COMPAT,
     IDENTITY,
     SIGNING,
     UnreadableSecret,
@@ -57,7 +58,7 @@ DELETE_EXPIRED = WriteStatement(
 )
 
 READ_SECRETS = """
-SELECT id, secret FROM endpoint_secret
+SELECT id, secret, compat FROM endpoint_secret
  WHERE endpoint_id = $1 AND (expires_at IS NULL OR expires_at > clock_timestamp())
 """
 
@@ -177,12 +178,13 @@ async def _endpoint(
     for secret in await connection.fetch(READ_SECRETS, endpoint_id):
         if vault.is_current(secret["secret"]):
             continue
+        purpose = COMPAT if secret["compat"] else SIGNING
         try:
-            text = vault.open(secret["secret"], endpoint_id, SIGNING)
+            text = vault.open(secret["secret"], endpoint_id, purpose)
         except UnreadableSecret as locked:
             reason = reason or str(locked)
             continue
-        new = vault.seal(text, endpoint_id, SIGNING)
+        new = vault.seal(text, endpoint_id, purpose)
         replaced.append(
             {"endpoint_id": endpoint_id, "id": secret["id"], "old": secret["secret"], "new": new}
         )

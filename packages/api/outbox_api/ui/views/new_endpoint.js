@@ -11,7 +11,7 @@ import { link, navigate } from "../router.js";
 
 async function create(form) {
   form.showProblem(null);
-  const body = form.changes();
+  const body = { ...form.changes(), ...form.secret() };
   if (form.ed25519()) body.ed25519 = true;
   if (form.from()) body.from = form.from();
   let made;
@@ -32,7 +32,7 @@ async function create(form) {
     }
   }
   // A broker's messages have no signature.
-  if (!form.isBroker()) await showSecret(made.name, made.secret);
+  if (!form.isBroker() && made.secret) await showSecret(made.name, made.secret);
   navigate(link("endpoint", [made.name]), () => (failure
     ? notice(`${made.name} was created without its credentials. ${failure}`, "bad")
     : notice(`${made.name} was created. ${body.from ? "It first gets earlier events." : "It receives new events."} ${warnings}`.trim(), warnings ? "bad" : "good")));

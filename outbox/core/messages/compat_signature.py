@@ -1,0 +1,61 @@
+"""The headers of a compat signature, see `outbox.core.model.compat`."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from outbox.core.model.compat import fill
+from outbox.core.model.headers import format_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outbox.core.model.compat import Compat
+
+
+class CompatSigner:
+    """Signs requests in the form of another sender, as `ComputedHeaders`.
+
+    Args:
+        keys: the keys, the newest first, with their expiry in epoch seconds; None: no expiry.
+    """
+
+    __slots__ = ("_form", "_keys", "_until", "names")
+
+    def __init__(self, compat: Compat, keys: Sequence[tuple[bytes, float | None]]) -> None:
+        self._form = compat.form
+        self._until = None if compat.until is None else compat.until.timestamp()
+        self._keys = tuple(keys)
+        self.names = self._form.names
+
+    def lines(self, message_id: str, timestamp: int, body: bytes) -> str:
+        """The header lines of a request that is signed at `timestamp` (epoch seconds).
+
+        There are none from the end of the signature on.
+        """
+        if self._until is not None and timestamp >= self._until:
+            return ""
+        form = self._form
+        values = {"id": message_id.encode(), "timestamp": b"%d" % timestamp, "body": body}
+        content = fill(form.content, values)
+        signatures = [
+            _encode(hmac.digest(key, content, sha256), form.encoding)
+            for key, ends_at in self._keys
+            if ends_at is None or timestamp < ends_at
+        ]
+        if not signatures:
+            return ""
+        each = [fill(form.each, {"signature": signature}) for signature in signatures]
+        values["signature"] = signatures[0]
+        values["signatures"] = form.separator.encode().join(each)
+        templates = {**form.headers, form.header: form.value}
+        return format_lines(
+            tuple((name, fill(text, values).decode()) for name, text in templates.items())
+        )
+
+
+def _encode(digest: bytes, encoding: str) -> bytes:
+    return digest.hex().encode() if encoding == "hex" else base64.b64encode(digest)
