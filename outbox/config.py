@@ -265,6 +265,13 @@ class Settings(BaseModel):
         description="Address where receivers fetch missing events, HOST:PORT. None: not served.",
         json_schema_extra=_SERVERS,
     )
+    egress_addresses: tuple[Network, ...] = Field(
+        default=(),
+        description="Addresses from which deliveries are sent, for the firewalls of their "
+        "receivers: comma-separated addresses or ranges. OUTBOX_RECEIVERS serves them without "
+        "authentication as /.well-known/outbox-egress.json.",
+        json_schema_extra=_API,
+    )
     api_rate_max: float = Field(
         default=100,
         ge=1,
@@ -332,7 +339,7 @@ class Settings(BaseModel):
             parse_proxy(value.get_secret_value())
         return value
 
-    @field_validator("allow_networks", mode="before")
+    @field_validator("allow_networks", "egress_addresses", mode="before")
     @classmethod
     def _networks(cls, value: Any) -> Any:
         if isinstance(value, str):

@@ -18,6 +18,7 @@ from functools import cache
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 from uuid import uuid4
 
 import asyncpg
@@ -26,6 +27,7 @@ import orjson
 import pytest
 from alembic import command as alembic
 from alembic.config import Config
+from sqlalchemy import create_engine
 
 import outbox as package
 from docs.tools.generate import PAGES, REFERENCE
@@ -471,10 +473,18 @@ async def _customers(session: Session) -> AsyncIterator[None]:
             await all_ended(database)
 
     session.before_line = wait_for_deliveries
-    network = Network()
+    network, sender = Network(), FakeSender()
+    receiver = receiver_library.Receiver(sender.secret, create_engine("sqlite://"))
     async with running(database, network), database.connection() as connection:
-        session.names = {"outbox": package, "connection": connection}
+        session.names = {"outbox": package, "connection": connection, "receiver": receiver}
         yield
+        endpoint = {"name": "acme.orders", "contact": "ops@acme.example"}
+        failing = sender.event("outbox.endpoint.failing", {"endpoint": endpoint})
+        with patch("smtplib.SMTP") as smtp:
+            assert receiver.handle(failing).status == 200
+        ((message,), _) = smtp.return_value.__enter__.return_value.send_message.call_args
+        assert message["To"] == "ops@acme.example"
+        assert "acme.orders fails" in message.get_content()
         assert sorted(sent.url for sent in network.accepted) == [
             "https://audit.example.com/",
             "https://hooks.acme.example/orders",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from outbox.core.delivery.operational_events import (
     DEAD_LETTER_CREATED,
     ENDPOINT_DISABLED,
-    ENDPOINT_HELD,
+    ENDPOINT_FAILING,
     ENDPOINT_RECOVERED,
     ENDPOINT_STALLED,
     LANE_BLOCKED,
@@ -74,7 +74,8 @@ DEAD_LETTER_COLUMNS = """id, lane_id, endpoint_id, batch, seq, to_seq, event_id,
 """The columns that these expressions require; no payload."""
 
 # Events for a row of the CTE `health`: the new state, and what was reported before (`was_…`).
-PUBLISH_ENDPOINT_HELD = f"""publish_operational_event('{ENDPOINT_HELD}', health.endpoint_id,
+PUBLISH_ENDPOINT_FAILING = f"""publish_operational_event(
+               '{ENDPOINT_FAILING}', health.endpoint_id,
                jsonb_build_object('state', health.state,
                                   'since', rfc3339(health.reported_held_since),
                                   'held_until', rfc3339(health.held_until),

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from outbox.core.delivery.retry_preview import markdown
 from outbox.core.messages.signature import parse_secret, verify
+from outbox.core.model.retry_policy import PRESETS
 from outbox.operations.endpoints import states as endpoint_states
 from outbox.store.cluster.replicas import ReplicaStore
 from tests.cli.test_commands import execute
@@ -69,14 +70,14 @@ def test_policies_prints_what_the_guide_shows(outbox: Command) -> None:
 
 def test_policies_without_a_name_print_all_presets(outbox: Command) -> None:
     shown = outbox("endpoint", "policies", "--json").json
-    assert [each["policy"] for each in shown] == ["standard", "fast", "patient", "stepped"]
-    stepped = shown[-1]
+    assert [each["policy"] for each in shown] == list(PRESETS)
+    stepped = shown[3]
     assert stepped["retry"]["base_s"] == 300
     assert len(stepped["schedule"]) == 6
     assert stepped["schedule"][1]["delay"] == {"min_s": 255, "mean_s": 300, "max_s": 345}
     assert outbox("endpoint", "policies", "--markdown").out == markdown()
     text = outbox("endpoint", "policies").out
-    assert text.count("\nATTEMPT") == 4
+    assert text.count("\nATTEMPT") == len(PRESETS)
 
 
 def test_an_unknown_policy_is_a_usage_error(outbox: Command) -> None:
@@ -105,6 +106,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "--retryable", "429", "--retryable", "5xx", "--on-dead-letter", "block",
         "--on-missing", "hold", "--no-probes", "--keep-responses", "none",
         "--backlog-max", 1000, "--backlog-age", "2d", "--disable-after", "12h",
+        "--contact", "ops@acme.example",
         "--json", stdin=b"hub-4711\n",
     )  # fmt: skip
     assert list(made.json) == [
@@ -145,6 +147,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "backlog_max": 1000,
         "backlog_age": "2d",
         "disable_after": "12h",
+        "contact": "ops@acme.example",
         "lanes": 2,
     }
     text = here("endpoint", "show", "a").out

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from outbox.core.delivery import operational_events
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.operational_events import (
+    FAILING_EVERY_S,
     LAG_CHECK_EVERY_S,
     LAGGING_S,
     WARN_AFTER_S,
@@ -45,8 +46,9 @@ def test_a_hold_requires_an_ordinary_failure_and_its_end_requires_a_hold(
         holds += reported.held_since is None and after.held_since is not None
         ends += reported.held_since is not None and after.held_since is None
         assert after.held_since is None or state is not BreakerState.HEALTHY
-        if ordinary and state in OPEN:
-            assert after.held_since is not None
+        if ordinary and state in OPEN and holds == ends:
+            assert after.failing_at is not None
+            assert NOW + n - after.failing_at < FAILING_EVERY_S
         reported = after
     assert ends <= holds <= ends + 1
     assert holds <= failures
@@ -66,7 +68,7 @@ def test_a_hold_lasts_until_its_endpoint_is_healthy() -> None:
             reported.record_failure(BreakerState.REJECTING, NOW + 9, ordinary=True).held_since
             == NOW
         )
-    assert reported.record_state(BreakerState.HEALTHY) == ReportedState()
+    assert reported.record_state(BreakerState.HEALTHY) == ReportedState(failing_at=NOW)
 
 
 def test_an_open_breaker_is_reported_at_the_first_ordinary_failure() -> None:
@@ -79,6 +81,19 @@ def test_an_open_breaker_is_reported_at_the_first_ordinary_failure() -> None:
     assert (
         reported.record_failure(BreakerState.RECOVERING, NOW + 1, ordinary=True) == ReportedState()
     )
+
+
+def test_an_endpoint_that_fails_again_is_reported_once_an_hour() -> None:
+    reported = ReportedState().record_failure(BreakerState.FAILING, NOW, ordinary=True)
+    reported = reported.record_state(BreakerState.HEALTHY)
+    early = reported.record_failure(BreakerState.FAILING, NOW + 3599, ordinary=True)
+    assert early.held_since is None
+    # It has not recovered meanwhile, so this is when it is reported.
+    late = early.record_failure(BreakerState.REJECTING, NOW + 3600, ordinary=True)
+    assert (late.held_since, late.failing_at) == (NOW + 3600, NOW + 3600)
+    # A clock that was set back does not keep it from being reported.
+    back = reported.record_failure(BreakerState.FAILING, NOW - 1, ordinary=True)
+    assert back.held_since == NOW - 1
 
 
 DAYS_3 = 3 * 86400.0
@@ -111,7 +126,8 @@ def test_a_stall_lasts_until_every_stalled_lane_has_a_success() -> None:
 
 
 def test_times_from_before_the_clock_was_set_back_are_forgotten() -> None:
-    assert ReportedState(NOW + 9, NOW + 9).clamp_times(NOW) == ReportedState(NOW, NOW)
+    late = ReportedState(NOW + 9, NOW + 9, NOW + 9)
+    assert late.clamp_times(NOW) == ReportedState(NOW, NOW, NOW)
     assert ReportedState(NOW - 9).clamp_times(NOW) == ReportedState(NOW - 9)
     assert ReportedState().clamp_times(NOW) == ReportedState()
 

@@ -18,6 +18,7 @@ from outbox.core.model.response import (
     one_line,
 )
 from outbox.core.model.response_policy import (
+    EVERY_FAILURE,
     RETRY_AFTER_S_MAX,
     AttemptOutcome,
     classify,
@@ -54,6 +55,17 @@ def test_retryable_statuses_are_retried(status: int) -> None:
 @pytest.mark.parametrize("status", [101, 300, 301, 302, 307, 308, 400, 401, 404, 409, 410])
 def test_any_other_status_is_a_refusal(status: int) -> None:
     assert outcome(status) is AttemptOutcome.REFUSED
+
+
+def test_a_policy_may_retry_every_refusal_but_410() -> None:
+    for status in range(100, 600):
+        got = classify(
+            AttemptResult.completed(status, 0.1), maybe_sent_before=False, retryable=EVERY_FAILURE
+        )
+        if status in range(200, 300):
+            assert got is AttemptOutcome.DELIVERED
+        else:
+            assert got is (AttemptOutcome.REFUSED if status == 410 else AttemptOutcome.RETRY)
 
 
 def test_409_to_a_number_that_may_have_been_sent_before_is_a_success() -> None:

@@ -12,7 +12,17 @@ from outbox.core.messages.signature import SignatureMismatch, parse_secret, veri
 from outbox.core.model.response import AttemptResult
 from outbox.receiver import BadMessage
 from outbox.receiver import verify as verify_request
-from tests.support.relay import OK, Network, add_endpoint, all_ended, fetchval, publish, running
+from tests.support.relay import (
+    OK,
+    QUICK_RETRY,
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    fetchval,
+    publish,
+    running,
+)
 from tests.support.tiers import sampled
 from tests.support.waiting import until
 
@@ -88,6 +98,20 @@ async def test_an_endpoint_sets_its_own_retryable_status_codes(database: Databas
         await all_ended(database)
     assert [sent.seq for sent in network.sent] == [1, 1, 2]
     assert await fetchval(database, "SELECT array_agg(seq) FROM dead_letter") == [2]
+
+
+async def test_a_retry_policy_may_retry_refusals(database: Database) -> None:
+    """A list of statuses has precedence."""
+    policy = QUICK_RETRY | {"refusals": "retry"}
+    await add_endpoint(database, "patient", retry=policy)
+    await add_endpoint(database, "listed", retry=policy, retryable=["503"])
+    network = Network(lambda sent: REFUSED if sent.attempt == 1 else OK)
+    async with running(database, network):
+        await publish(database, 1)
+        await all_ended(database)
+    assert [sent.url.rpartition("/")[2] for sent in network.accepted] == ["patient"]
+    sql = "SELECT e.name FROM dead_letter d JOIN endpoint e ON e.id = d.endpoint_id"
+    assert await fetchval(database, sql) == "listed"
 
 
 async def test_a_replaced_secret_signs_until_it_expires(database: Database) -> None:

@@ -15,6 +15,7 @@ import orjson
 import pytest
 
 from outbox.core.cluster.observed_time import Odometer
+from outbox.core.delivery import operational_events as reporting
 from outbox.core.delivery.operational_events import STUCK_EVERY, ReportedState
 from outbox.core.model.response import AttemptResult
 from outbox.operations.dead_letters.skip import skip_delivery
@@ -52,7 +53,7 @@ FOR_EVER = {**QUICK_RETRY, "attempts_max": 10_000}
 SECRET = "4711-do-not-tell"
 LETTER, BLOCKED = "outbox.dead_letter.created", "outbox.lane.blocked"
 STUCK = "outbox.lane.stuck"
-HELD, RECOVERED = "outbox.endpoint.held", "outbox.endpoint.recovered"
+FAILING, RECOVERED = "outbox.endpoint.failing", "outbox.endpoint.recovered"
 STALLED, DISABLED = "outbox.endpoint.stalled", "outbox.endpoint.disabled"
 LAGGING = "outbox.relay.lagging"
 CAUGHT_UP = "SELECT NOT lagging FROM lag_report"
@@ -142,7 +143,7 @@ async def test_a_failing_endpoint_that_receives_its_own_events_causes_no_loop(
         await publish(database, *range(5), type="order.paid")
         await until(lambda: count_of(database, LETTER, 5), what="the dead letters of the orders")
         await all_ended(database)
-        assert await counted(database) == {LETTER: 5, HELD: 1}
+        assert await counted(database) == {LETTER: 5, FAILING: 1}
     assert await exceptions(database) == {}
 
 
@@ -179,15 +180,15 @@ async def test_a_block_of_operational_events_is_reported_once_an_ordinary_event_
         await until(lambda: len(network.sent) > sent + 3, what="more probes")
         assert await counted(database) == {LETTER: 1}
         await publish(database, *range(8), type="order.paid")
-        await until(lambda: count_of(database, HELD, 1), what="the report of the hold-off")
+        await until(lambda: count_of(database, FAILING, 1), what="the report of the hold-off")
         broken = False
         await all_ended(database)
         await publish(database, *range(8), type="order.paid")
         await until(lambda: count_of(database, RECOVERED, 1), what="its end")
         await all_ended(database)
-    assert await counted(database) == {LETTER: 1, HELD: 1, RECOVERED: 1}
-    assert got(network, "ops") == [HELD, RECOVERED]
-    assert (await one(database, HELD, both.id, "both"))["state"] == "failing"
+    assert await counted(database) == {LETTER: 1, FAILING: 1, RECOVERED: 1}
+    assert got(network, "ops") == [FAILING, RECOVERED]
+    assert (await one(database, FAILING, both.id, "both"))["state"] == "failing"
 
 
 @pytest.mark.full
@@ -261,16 +262,16 @@ async def test_a_producer_cannot_publish_operational_events(
         try:
             await db.execute("SELECT grant_producer('forger'); SET ROLE forger")
             with pytest.raises(Exception, match="reserved"):
-                await db.execute(f"SELECT publish('{HELD}', '1')")
+                await db.execute(f"SELECT publish('{FAILING}', '1')")
             with pytest.raises(Exception, match="permission denied"):
                 await db.execute(
                     f"INSERT INTO outbox (event_id, type, payload) VALUES "
-                    f"('00000000-0000-8000-8000-000000000000', '{HELD}', '1')"
+                    f"('00000000-0000-8000-8000-000000000000', '{FAILING}', '1')"
                 )
             with pytest.raises(Exception, match="permission denied"):
-                await db.execute(f"SELECT publish_operational_event('{HELD}', NULL, '1')")
+                await db.execute(f"SELECT publish_operational_event('{FAILING}', NULL, '1')")
             with pytest.raises(Exception, match="reserved"):
-                await db.execute(f"INSERT INTO outbox (type, payload) VALUES ('{HELD}', '1')")
+                await db.execute(f"INSERT INTO outbox (type, payload) VALUES ('{FAILING}', '1')")
         finally:
             await db.execute("RESET ROLE; DROP OWNED BY forger; DROP ROLE forger")
     assert await operational_events(database) == []
@@ -340,7 +341,7 @@ async def test_only_ordinary_erased_events_are_reported(
 ) -> None:
     both = await add_endpoint(database, "both", types=["order.*", "outbox.**"])
     await publish(database, 1, type="order.paid")
-    await fetchval(database, "SELECT publish_operational_event($1, $2, '{}')", HELD, both.id)
+    await fetchval(database, "SELECT publish_operational_event($1, $2, '{}')", FAILING, both.id)
     await fetchval(database, "UPDATE outbox SET payload = NULL, erased_at = now()")
     network = Network()
     async with running(database, network):
@@ -363,7 +364,7 @@ async def test_a_hold_off_and_its_end_are_reported_once_across_a_takeover(
     network = responses(shop=lambda _: resting if broken else OK)
     async with killed_at_the_end(database, network):
         await publish(database, *range(20), type="order.paid")
-        await until(lambda: count_of(database, HELD, 1), what="the report of the hold-off")
+        await until(lambda: count_of(database, FAILING, 1), what="the report of the hold-off")
     async with running(database, network):
         sent = len(network.sent)
         await until(lambda: len(network.sent) > sent + 10, what="probes of the next owner")
@@ -371,27 +372,29 @@ async def test_a_hold_off_and_its_end_are_reported_once_across_a_takeover(
         broken = False
         await until(lambda: count_of(database, RECOVERED, 1), what="the report of its end")
         await all_ended(database)
-    assert await counted(database) == {HELD: 1, RECOVERED: 1}
-    held = await one(database, HELD, shop.id)
+    assert await counted(database) == {FAILING: 1, RECOVERED: 1}
+    held = await one(database, FAILING, shop.id)
     assert held.pop("since") == (await one(database, RECOVERED, shop.id))["held_since"]
     assert held == {"state": "failing", "status": 503}
-    assert got(network, "ops") == [HELD, RECOVERED]
+    assert got(network, "ops") == [FAILING, RECOVERED]
 
 
-@pytest.mark.full
-async def test_every_hold_off_is_reported(database: Database) -> None:
-    await add_endpoint(database, types=["order.*"], lanes=4, retry=FOR_EVER)
+async def test_an_endpoint_that_fails_again_is_reported_once_an_hour(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await add_endpoint(database, types=["order.*"], lanes=1, retry=FOR_EVER)
     await add_endpoint(database, "ops", types=["outbox.endpoint.*"])
     broken = False
     network = responses(shop=lambda _: BUSY if broken else OK)
     async with running(database, network):
-        for n in (1, 2, 3):
+        for every_s, reports in ((3600.0, 1), (3600.0, 1), (0.0, 2)):
+            monkeypatch.setattr(reporting, "FAILING_EVERY_S", every_s)
             broken = True
-            await publish(database, *range(20), type="order.paid")
-            await until(lambda n=n: count_of(database, HELD, n), what="the report of the hold-off")
+            await publish(database, *range(6), type="order.paid")
+            await until(lambda: _health(database, "shop", "failing"), what="it to fail")
             broken = False
-            await until(lambda n=n: count_of(database, RECOVERED, n), what="the report of its end")
-    assert await counted(database) == {HELD: 3, RECOVERED: 3}
+            await until(lambda: _health(database, "shop", "healthy"), what="it to recover")
+            assert await counted(database) == {FAILING: reports, RECOVERED: reports}
 
 
 @pytest.mark.full

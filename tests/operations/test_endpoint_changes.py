@@ -116,6 +116,7 @@ async def test_every_setting_can_be_changed_and_the_id_stays(
         "on_missing": "hold",
         "probes": False,
         "keep_responses": "none",
+        "contact": "ops@acme.example",
         "backlog_max": 5,
         "backlog_age_s": 60.0,
         "disable_after_s": 3600.0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pkgutil
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from importlib.util import find_spec
@@ -467,7 +467,7 @@ class Script:
                     e.resumes,
                     e.applied_resumes,
                 ),
-                *(e.reported.held_since is not None, e.reported.stalled_at is not None),
+                *(at is not None for at in astuple(e.reported)),
                 e.reuse,
             )
             for e in await self._lanes.endpoints(self._side.endpoint_ids)

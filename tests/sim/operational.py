@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 RESERVED, NAMED = "outbox.", "outbox.**"
 CREATED, BLOCKED = "outbox.dead_letter.created", "outbox.lane.blocked"
-HELD, RECOVERED = "outbox.endpoint.held", "outbox.endpoint.recovered"
+FAILING, RECOVERED = "outbox.endpoint.failing", "outbox.endpoint.recovered"
 DISABLED, LAGGING = "outbox.endpoint.disabled", "outbox.relay.lagging"
-LAGGING_EVERY_S = 600
+FAILING_EVERY_S, LAGGING_EVERY_S = 3600, 600
 
 
 def is_subscribed(types: Any, kind: str) -> bool:
@@ -36,7 +36,7 @@ class Operational:
 
     UNDONE = (
         "_began", "_ended", "_dead_letters", "_blocks", "_held", "_resumes", "_states",
-        "_failures", "_failures_reported", "_lagging_at",
+        "_failures", "_failures_reported", "_failing_at", "_lagging_at",
     )  # fmt: skip
     """The records that a restore of the database undoes."""
 
@@ -56,6 +56,7 @@ class Operational:
         # Failed ordinary attempts, and their number when the last hold was reported.
         self._failures: Counter[UUID] = Counter()
         self._failures_reported: dict[UUID, int] = {}
+        self._failing_at: dict[UUID, float] = {}
         self._lagging_at = -inf
         self.reported: Counter[str] = Counter()
 
@@ -84,11 +85,15 @@ class Operational:
     # -------------------------------------------------------- subscriptions
 
     def _subscriptions(self, tx: Transaction) -> None:
-        if tx.writes.get(self._db.subscription) is None:
+        both = ((self._db.subscription, "to_batch"), (self._db.feed, "ended_at"))
+        if all(tx.writes.get(table) is None for table, _ in both):
             return
-        rows = list(self._db.subscription.rows.values())
+        # An endpoint that is being fed will get what is published now.
         subscribed = {
-            s["endpoint_id"] for s in rows if s["to_batch"] is None and NAMED in s["types"]
+            row["endpoint_id"]
+            for table, end in both
+            for row in table.rows.values()
+            if row[end] is None and NAMED in row["types"]
         }
         for endpoint_id in subscribed - self._began.keys():
             self._began[endpoint_id] = self._now()
@@ -161,7 +166,7 @@ class Operational:
         return new
 
     def _health(self, tx: Transaction, reported: list[Any]) -> None:
-        held = Counter(i for kind, i, _ in reported if kind == HELD)
+        held = Counter(i for kind, i, _ in reported if kind == FAILING)
         recovered = Counter(i for kind, i, _ in reported if kind == RECOVERED)
         begun: Counter[UUID] = Counter()
         over: Counter[UUID] = Counter()
@@ -190,6 +195,11 @@ class Operational:
         if failures <= self._failures_reported.get(endpoint_id, 0):
             raise Violation("operational", f"{endpoint_id}: no ordinary attempt failed")
         self._failures_reported[endpoint_id] = failures
+        # By the clock of the replica, as it is stored.
+        at, last = row["reported_held_since"], self._failing_at.get(endpoint_id, -inf)
+        if 0 <= at - last < FAILING_EVERY_S:
+            raise Violation("operational", f"{endpoint_id}: reported {at - last:.0f} s ago")
+        self._failing_at[endpoint_id] = at
 
     def _disabled(self, tx: Transaction, reported: Counter[UUID]) -> None:
         new: Counter[UUID] = Counter()

@@ -101,7 +101,8 @@ TABLES = {
                     JOIN endpoint e ON e.id = o.endpoint_id ORDER BY e.name""",
     "endpoint": f"""SELECT name, state, least(generation, {LATER_GENERATION}), lanes, resumes
                       FROM endpoint ORDER BY 1""",
-    "endpoint_health": """SELECT e.name, h.epoch, h.state, h.resumes FROM endpoint_health h
+    "endpoint_health": """SELECT e.name, h.epoch, h.state, h.resumes,
+                                 h.failing_reported_at IS NOT NULL AS failing FROM endpoint_health h
                           JOIN endpoint e ON e.id = h.endpoint_id ORDER BY 1""",
     "subscription": """SELECT e.name, s.from_batch, s.to_batch FROM subscription s
                        JOIN endpoint e ON e.id = s.endpoint_id ORDER BY 1, 2""",
@@ -348,7 +349,12 @@ class SimulatedSide:
                     db.endpoint, "name", "state", "generation", "lanes", "resumes"
                 )
             ],
-            "endpoint_health": named(db.endpoint_health, "epoch", "state", "resumes"),
+            "endpoint_health": [
+                (*row[:-1], row[-1] is not None)
+                for row in named(
+                    db.endpoint_health, "epoch", "state", "resumes", "failing_reported_at"
+                )
+            ],
             "subscription": named(db.subscription, "from_batch", "to_batch"),
             "dead_letter": rows(db.dead_letter, *dead, "state"),
             "replay": rows(db.replay, "id", "job_id", "dead_id", *pending),

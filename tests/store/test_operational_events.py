@@ -8,9 +8,16 @@ import orjson
 import pytest
 
 from outbox.core.model import pattern
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.ids import lane_name
+from outbox.core.model.position import parse_position
+from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.store.connection.migrate import PAYLOAD_BYTES_RANGE, migrate
-from outbox.store.operational_events import DEAD_LETTER_CREATED_EVENT, PUBLISH_REPORTED_EVENTS
+from outbox.store.operational_events import (
+    DEAD_LETTER_CREATED_EVENT,
+    HAS_OPERATIONAL_SUBSCRIBER,
+    PUBLISH_REPORTED_EVENTS,
+)
 from tests.support.relay import add_endpoint, fetchval
 
 if TYPE_CHECKING:
@@ -54,6 +61,34 @@ async def test_an_operational_event_is_written_if_a_pattern_matches(
                 "UPDATE subscription SET to_batch = 1; SET LOCAL relay.remove = 'on'; "
                 "DELETE FROM outbox"
             )
+
+
+async def test_an_event_names_the_tenant_and_the_contact(database: Database) -> None:
+    await add_endpoint(database, "ops", types=["outbox.**"], all_tenants=True)
+    acme = await add_endpoint(database, tenant="acme", contact="ops@acme.example")
+    async with database.connection(**PATH) as db:
+        assert await announced(db, about=acme.id)
+        found = await db.fetchval("SELECT payload ->> 'endpoint' FROM outbox")
+    assert orjson.loads(found) == {
+        "id": str(acme.id),
+        "name": "shop",
+        "tenant": "acme",
+        "contact": "ops@acme.example",
+    }
+
+
+async def test_an_endpoint_that_is_being_fed_counts_as_a_subscriber(database: Database) -> None:
+    async with database.connection(**PATH) as db:
+        settings = EndpointSettings(name="ops", url="http://127.0.0.1/", types=("outbox.**",))
+        async with db.transaction(isolation="repeatable_read"):
+            start = parse_position(await db.fetchval("SELECT snapshot_position()"))
+        async with database.at_hand() as at_hand:
+            await endpoint_changes.add_endpoint(
+                at_hand, "relay", settings, actor="test", start=start
+            )
+        assert await db.fetchval("SELECT count(*) FROM subscription WHERE to_batch IS NULL") == 0
+        assert await db.fetchval(f"SELECT {HAS_OPERATIONAL_SUBSCRIBER}")
+        assert await announced(db)
 
 
 async def test_subscribers_are_found_by_a_small_index(database: Database) -> None:

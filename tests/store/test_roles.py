@@ -188,7 +188,7 @@ MAY_NOT = {
         "SELECT setval('wakeup', 1)",
         "SELECT add_partition('outbox', 3)",
         "SELECT header_names(NULL)",
-        "SELECT publish_operational_event('outbox.endpoint.held', NULL, '{}')",
+        "SELECT publish_operational_event('outbox.endpoint.failing', NULL, '{}')",
         "INSERT INTO outbox (event_id, type, payload) VALUES (gen_random_uuid(), 'a', '{}')",
     ),
     "reader": (

@@ -30,9 +30,13 @@ class Client:
         self._session, self.url, self.token = session, url, token
 
     async def get(self, path: str, *, status: int = 200, **query: Any) -> Any:
+        return await self.get_at(f"/v1/{path}", status=status, **query)
+
+    async def get_at(self, path: str, *, status: int = 200, **query: Any) -> Any:
+        """Get a path that is not of the API."""
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         async with self._session.get(
-            f"{self.url}/v1/{path}", params=query, headers=headers
+            f"{self.url}{path}", params=query, headers=headers
         ) as response:
             assert response.status == status, await response.text()
             assert response.headers["Cache-Control"] == "no-store"
@@ -42,10 +46,10 @@ class Client:
 
 @asynccontextmanager
 async def listening(
-    database: Database, token: str, wall: Callable[[], float] = time.time
+    database: Database, token: str, wall: Callable[[], float] = time.time, **settings: Any
 ) -> AsyncIterator[Client]:
     """Serve the listener; yield a client with this token."""
-    given = settings_for(database, dsn=dsn_of(database, API_ROLE), dsn_source="test")
+    given = settings_for(database, dsn=dsn_of(database, API_ROLE), dsn_source="test", **settings)
     async with (
         receivers.running(current(given), Address("127.0.0.1", 0), wall=wall) as at,
         aiohttp.ClientSession() as session,

@@ -3,7 +3,7 @@
     outbox.dead_letter.created   a delivery was dead-lettered
     outbox.lane.blocked          a lane is blocked until an operator unblocks it
     outbox.lane.stuck            a delivery fails again and again while its endpoint is healthy
-    outbox.endpoint.held         the circuit breaker is open: failing or rejecting
+    outbox.endpoint.failing      the circuit breaker is open: failing or rejecting
     outbox.endpoint.recovered    the circuit breaker closed
     outbox.endpoint.stalled      a lane has had no success for a day
     outbox.endpoint.disabled     an endpoint gets no deliveries until an operator enables it
@@ -17,12 +17,12 @@ They are delivered like any other event: sequenced, retried, dead-lettered.
 operational event is not reported.  A dead letter or a block is reported if it concerns an
 ordinary event, a range if it contains one; a stuck lane likewise, after every
 `STUCK_EVERY` attempts of the delivery's own; a refused row if it is of an ordinary event.  An
-open breaker is reported at the first failure of an ordinary delivery while it is open, and its
-recovery only if it was reported; a stall if an ordinary event is pending in the lane.  Every
-report therefore needs an ordinary delivery that failed or waits, and each such delivery causes at
-most a few.  Two are reported whatever their cause: a disabled endpoint and a stopped filter.
-Neither repeats by itself: only an operator enables an endpoint, and a filter is evaluated again
-after a change or after a day.
+open breaker is reported at the first failure of an ordinary delivery while it is open, at most
+once in `FAILING_EVERY_S`, and its recovery only if it was reported; a stall if an ordinary event
+is pending in the lane.  Every report therefore needs an ordinary delivery that failed or waits,
+and each such delivery causes at most a few.  Two are reported whatever their cause: a disabled
+endpoint and a stopped filter.  Neither repeats by itself: only an operator enables an endpoint,
+and a filter is evaluated again after a change or after a day.
 
 `ReportedState` is stored with the state of the endpoint, so that the next owner neither repeats
 a report nor reports an end without its beginning.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 DEAD_LETTER_CREATED = f"{RESERVED_PREFIX}dead_letter.created"
 LANE_BLOCKED = f"{RESERVED_PREFIX}lane.blocked"
 LANE_STUCK = f"{RESERVED_PREFIX}lane.stuck"
-ENDPOINT_HELD = f"{RESERVED_PREFIX}endpoint.held"
+ENDPOINT_FAILING = f"{RESERVED_PREFIX}endpoint.failing"
 ENDPOINT_RECOVERED = f"{RESERVED_PREFIX}endpoint.recovered"
 ENDPOINT_STALLED = f"{RESERVED_PREFIX}endpoint.stalled"
 ENDPOINT_DISABLED = f"{RESERVED_PREFIX}endpoint.disabled"
@@ -58,6 +58,9 @@ STUCK_EVERY = 5
 """Failed attempts of one delivery after which its lane is reported as stuck, and again after as
 many more.  Attempts that count against the retry limit; reported only after one that leaves the
 circuit breaker closed."""
+FAILING_EVERY_S = 3600.0
+"""Minimum seconds between two reports that an endpoint fails: one that fails again and again is
+reported, and has recovered, once.  If it still fails after them, that is reported then."""
 LAGGING_S = 10.0
 """Seconds that events must wait, while a replica leads, to count as late."""
 LAGGING_EVERY_S = 600.0
@@ -81,6 +84,8 @@ class ReportedState:
     held_since: float | None = None
     stalled_at: float | None = None
     """When the stall was reported, not when it began."""
+    failing_at: float | None = None
+    """When it was last reported that the breaker opened, also if that has ended."""
 
     def record_failure(self, state: BreakerState, now: float, *, ordinary: bool) -> ReportedState:
         """The state after a failed attempt.
@@ -93,8 +98,9 @@ class ReportedState:
             ordinary
             and self.held_since is None
             and state in (BreakerState.FAILING, BreakerState.REJECTING)
+            and not (self.failing_at is not None and 0 <= now - self.failing_at < FAILING_EVERY_S)
         ):
-            return replace(self, held_since=now)
+            return replace(self, held_since=now, failing_at=now)
         return self
 
     def record_state(self, state: BreakerState) -> ReportedState:
@@ -123,8 +129,8 @@ class ReportedState:
 
     def clamp_times(self, now: float) -> ReportedState:
         """Limit stored times to `now`, after the clock was set back."""
-        held, stalled = self.held_since, self.stalled_at
-        return ReportedState(held and min(held, now), stalled and min(stalled, now))
+        times = self.held_since, self.stalled_at, self.failing_at
+        return ReportedState(*(at and min(at, now) for at in times))
 
 
 # ------------------------------------------------------------------ the leader

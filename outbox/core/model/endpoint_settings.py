@@ -228,7 +228,8 @@ class DeclaredSettings(Generic[HeadersT, StatusesT]):
     retryable: StatusesT = declare(
         setting_types.StatusList(setting_types.STATUSES_MAX),
         FAILURES,
-        "Statuses to retry, such as 429, 5xx or 500-504.",
+        "Statuses to retry, such as 429, 5xx or 500-504, whatever the retry policy says of "
+        "refusals.",
         none="408 421 425 429 5xx",
         default=cast("Any", None),
     )
@@ -280,6 +281,13 @@ class DeclaredSettings(Generic[HeadersT, StatusesT]):
         FAILURES,
         "Disable the endpoint after this time without a success.",
         default=3 * 86400.0,
+    )
+    contact: str | None = declare(
+        setting_types.Contact(),
+        FAILURES,
+        "Whom to tell when the endpoint fails: an e-mail address or another text.  Operational "
+        "events have it; no mail is sent.",
+        default=None,
     )
 
 

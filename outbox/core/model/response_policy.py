@@ -30,6 +30,9 @@ RETRY_AFTER_S_MAX = 3600.0
 RETRYABLE = frozenset({408, 421, 425, 429, *range(500, 600)})
 """Statuses that are retried, unless the endpoint has its own list."""
 
+EVERY_FAILURE = frozenset({*range(100, 200), *range(300, 600)} - {HTTPStatus.GONE})
+"""Statuses that are retried if the retry policy retries refusals, too."""
+
 UNPROCESSED = frozenset({408, 421, 425, 429, 502, 503, 504})
 """Statuses that say nothing about the delivery: the application has not processed it, or a server
 in front of it responded."""

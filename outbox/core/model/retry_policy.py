@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Jitter = Literal["full", "proportional", "none"]
+Refusals = Literal["dead_letter", "retry"]
 
 DELAY_S_MAX = 30 * 86400.0
 RETRY_ATTEMPTS_MAX = 10_000
@@ -57,6 +58,7 @@ KEYS = {
     "ratio": "jitter_ratio",
     "attempts": "attempts_max",
     "age": "age_max_s",
+    "refusals": "refusals",
 }
 """Public names of a policy's values and their fields."""
 
@@ -94,6 +96,9 @@ class RetryPolicy:
     age_max_s: float = 86400.0
     """Observed seconds since the start of the first attempt (see `core.cluster.observed_time`); the
     first attempt after them is the last one."""
+    refusals: Refusals = "dead_letter"
+    """What follows a refusal: a status such as 400, or a redirect.  A list of statuses to retry has
+    precedence, and 410 is never retried."""
 
     def __post_init__(self) -> None:
         _bounded("base_s", self.base_s, 0.0, DELAY_S_MAX)
@@ -101,11 +106,14 @@ class RetryPolicy:
         _bounded("cap_s", self.cap_s, self.base_s, DELAY_S_MAX)
         _bounded("jitter_ratio", self.jitter_ratio, 0.0, 1.0)
         _bounded("age_max_s", self.age_max_s, 0.0, 12 * DELAY_S_MAX)
-        if self.jitter not in get_args(Jitter):
-            raise UsageError(
-                f"retry.jitter: must be one of {', '.join(get_args(Jitter))}, "
-                f"not {quoted(self.jitter)}"
-            )
+        for key, value, allowed in (
+            ("jitter", self.jitter, get_args(Jitter)),
+            ("refusals", self.refusals, get_args(Refusals)),
+        ):
+            if value not in allowed:
+                raise UsageError(
+                    f"retry.{key}: must be one of {', '.join(allowed)}, not {quoted(value)}"
+                )
         if type(self.attempts_max) is not int:
             raise UsageError(f"retry.attempts: must be an integer, not {quoted(self.attempts_max)}")
         _bounded("attempts_max", self.attempts_max, 1, RETRY_ATTEMPTS_MAX)
@@ -192,6 +200,18 @@ PRESETS: dict[str, RetryPolicy] = {
     "stepped": RetryPolicy(
         base_s=300.0, factor=2.0, jitter="proportional", jitter_ratio=0.15, attempts_max=6
     ),
+    # As senders of Standard Webhooks do: every response but a 2xx and 410 is retried, for two and a
+    # half days.  After three, the endpoint would be disabled.
+    "standard-webhooks": RetryPolicy(
+        base_s=5.0,
+        factor=4.0,
+        cap_s=43200.0,
+        jitter="proportional",
+        jitter_ratio=0.1,
+        attempts_max=12,
+        age_max_s=259200.0,
+        refusals="retry",
+    ),
 }
 
 
@@ -268,6 +288,8 @@ def format_values(policy: RetryPolicy) -> str:
     # The ratio has no effect on other jitters, but a different one makes policies unequal.
     if policy.jitter != "proportional" and policy.jitter_ratio == STANDARD.jitter_ratio:
         del shown["ratio"]
+    if policy.refusals != STANDARD.refusals:
+        shown["refusals"] = policy.refusals
     return ",".join(f"{key}={value}" for key, value in shown.items())
 
 
@@ -279,7 +301,7 @@ def _number(value: float) -> str:
 def _read(key: str, text: str) -> Any:
     """Parse a value."""
     try:
-        if key == "jitter":
+        if key in ("jitter", "refusals"):
             return text
         if key == "attempts":
             return int(text)

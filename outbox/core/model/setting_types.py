@@ -21,6 +21,7 @@ from outbox.core.model.text import quoted
 from outbox.errors import UsageError
 
 NAME_BYTES_MAX = 200
+CONTACT_BYTES_MAX = 320
 NETWORKS_MAX = 20
 CA_BYTES_MAX = 64 * 1024
 RATE_PER_S_MIN, RATE_PER_S_MAX = 0.001, 100_000.0
@@ -78,16 +79,19 @@ class Name(SettingType):
     metavar = "NAME"
 
     def validate(self, name: str, value: Any) -> str:
-        text = _text(name, value)
-        if not text or text != text.strip() or not text.isprintable():
-            raise UsageError(f"{name}: must be printable text without spaces around it")
-        if len(text.encode()) > NAME_BYTES_MAX:
-            raise UsageError(f"{name}: longer than {NAME_BYTES_MAX} bytes")
+        text = _label(name, value, NAME_BYTES_MAX)
         if text in DOT_SEGMENTS:
             raise UsageError(f"{name}: {NOT_ADDRESSABLE}")
         if text == OTHERS:
             raise UsageError(f'{name}: "{OTHERS}" is reserved for the other endpoints in metrics')
         return text
+
+
+class Contact(SettingType):
+    """Whoever is told about the endpoint: an address, or any other text."""
+
+    def validate(self, name: str, value: Any) -> str:
+        return _label(name, value, CONTACT_BYTES_MAX)
 
 
 class Url(SettingType):
@@ -365,6 +369,16 @@ def _text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise UsageError(f"{name}: must be a text, not {quoted(value)}")
     return value
+
+
+def _label(name: str, value: object, bytes_max: int) -> str:
+    """A text of one line that people read."""
+    text = _text(name, value)
+    if not text or text != text.strip() or not text.isprintable():
+        raise UsageError(f"{name}: must be printable text without spaces around it")
+    if len(text.encode()) > bytes_max:
+        raise UsageError(f"{name}: longer than {bytes_max} bytes")
+    return text
 
 
 def _is_number(value: object) -> bool:

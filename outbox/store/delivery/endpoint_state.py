@@ -17,7 +17,7 @@ from outbox.store.installation_history import add_interval
 from outbox.store.operational_events import (
     HAS_OPERATIONAL_SUBSCRIBER,
     PUBLISH_ENDPOINT_DISABLED,
-    PUBLISH_ENDPOINT_HELD,
+    PUBLISH_ENDPOINT_FAILING,
     PUBLISH_ENDPOINT_RECOVERED,
     PUBLISH_ENDPOINT_STALLED,
 )
@@ -53,7 +53,7 @@ class Condition(Enum):
 #   health: the new rows, with the old ones locked, so that nothing is reported that is not
 #     written.
 #   reported: publishes the operational events; MATERIALIZED, so that each is published once.
-#   written: updates the rows.  outbox.endpoint.held is remembered only if it was published,
+#   written: updates the rows.  outbox.endpoint.failing is remembered only if it was published,
 #     because only then is its end reported.
 WRITE_HEALTH = WriteStatement(
     "write_health",
@@ -70,7 +70,7 @@ health AS MATERIALIZED (
 reported AS MATERIALIZED (
     SELECT endpoint_id,
            CASE WHEN reported_held_since IS NOT NULL AND was_held_since IS NULL
-                THEN {PUBLISH_ENDPOINT_HELD} END AS held,
+                THEN {PUBLISH_ENDPOINT_FAILING} END AS failing,
            CASE WHEN reported_held_since IS NULL AND was_held_since IS NOT NULL
                 THEN {PUBLISH_ENDPOINT_RECOVERED} END AS recovered,
            CASE WHEN reported_stalled_at IS NOT NULL AND stalled_since IS NOT NULL
@@ -81,8 +81,10 @@ written AS (
     UPDATE endpoint_health h
        SET state = health.state, since = health.since, held_until = health.held_until,
            last_response = health.last_response, resumes = health.resumes,
-           reported_held_since = CASE WHEN reported.held OR health.was_held_since IS NOT NULL
+           reported_held_since = CASE WHEN reported.failing OR health.was_held_since IS NOT NULL
                                   THEN health.reported_held_since END,
+           failing_reported_at = CASE WHEN reported.failing THEN health.reported_held_since
+                                      ELSE h.failing_reported_at END,
            reported_stalled_at = health.reported_stalled_at
       FROM health LEFT JOIN reported USING (endpoint_id)
      WHERE h.endpoint_id = health.endpoint_id

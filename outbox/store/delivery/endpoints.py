@@ -20,7 +20,7 @@ from outbox.core.model.delivery import epoch_seconds
 from outbox.core.model.destination import is_stream
 from outbox.core.model.endpoint_settings import SETTING_FIELDS, SETTINGS, TIMEOUT_S_MAX
 from outbox.core.model.message_format import DEFAULT_SOURCE, MessageFormat
-from outbox.core.model.response_policy import RETRYABLE
+from outbox.core.model.response_policy import EVERY_FAILURE, RETRYABLE
 from outbox.core.model.retry_policy import STANDARD, RetryPolicy
 from outbox.core.model.secret_text import decode_base64
 from outbox.core.model.text import closest
@@ -62,7 +62,7 @@ READ_ENDPOINTS = f"""
 SELECT {setting_columns()}, e.id, e.state, e.identity, e.generation, e.resumes, h.state AS health,
        h.resumes AS applied_resumes, h.since, h.held_until,
        h.last_response::text AS last_response, h.reported_held_since, h.reported_stalled_at,
-       h.unsolicited_at,
+       h.failing_reported_at, h.unsolicited_at,
        array(SELECT (s.secret, s.expires_at, s.compat) FROM endpoint_secret s
               WHERE s.endpoint_id = e.id
                 AND (s.expires_at IS NULL OR s.expires_at > clock_timestamp())
@@ -139,6 +139,8 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         retry = _policy(row["retry"])
         if row["retryable"] is not None:
             retryable = retryable_statuses.parse(row["retryable"])
+        elif retry.refusals == "retry":
+            retryable = EVERY_FAILURE
         secrets = tuple(
             [
                 (parse_signing_key(vault.open(text, endpoint_id, SIGNING)), at and at.timestamp())
@@ -200,7 +202,9 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
             row["last_response"] and orjson.loads(row["last_response"]),
         ),
         reported=ReportedState(
-            epoch_seconds(row["reported_held_since"]), epoch_seconds(row["reported_stalled_at"])
+            epoch_seconds(row["reported_held_since"]),
+            epoch_seconds(row["reported_stalled_at"]),
+            epoch_seconds(row["failing_reported_at"]),
         ),
         reuse=ConnectionReuse(row["keep_alive"], epoch_seconds(row["unsolicited_at"])),
     )

@@ -3,6 +3,7 @@
     GET  /v1/lanes                            progress of the endpoint's lanes
     GET  /v1/lanes/{lane}/deliveries?after=N  deliveries completed after sequence N
     GET  /v1/lanes/{lane}/deliveries/{N}      one delivery, which may be pending
+    GET  /.well-known/outbox-egress.json      addresses that deliveries come from, for anybody
 
 A receiver authenticates with the fetch token of its endpoint and has access to that endpoint
 only.  Fetched deliveries have headers and body with a new signature, so that a receiver can
@@ -47,12 +48,13 @@ from outbox_api.server import listening
 from outbox_api.shared import Shared
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from socket import socket
     from uuid import UUID
 
     from asyncpg import Connection
 
+    from outbox.config import Network
     from outbox.core.delivery.endpoint import Endpoint
     from outbox.core.messages.signature import SigningKey
     from outbox.operations.lane_history import LaneHistory
@@ -75,6 +77,7 @@ READ_NOW = "SELECT extract(epoch FROM clock_timestamp())::float8"
 SIGNED_MAX = 100
 """The last requests of an endpoint in which a repeated one is recognized, while clocks differ."""
 LIMIT = 100
+EGRESS_PATH = "/.well-known/outbox-egress.json"
 
 
 @asynccontextmanager
@@ -100,7 +103,8 @@ async def running(
     shared = shared or Shared()
 
     def receivers(database: Database, failures: FailedLogins) -> web.Application:
-        return application(database, failures, limits, shared, wall)
+        egress = current.settings.egress_addresses
+        return application(database, failures, limits, shared, wall, egress=egress)
 
     async with listening(current, address, sockets, shared, receivers) as at:
         log.info("listening for receivers", url=at.url)
@@ -120,8 +124,13 @@ def application(
     wall: Callable[[], float] = time.time,
     *,
     clock: Callable[[], float] = time.monotonic,
+    egress: Sequence[Network] = (),
 ) -> web.Application:
-    """Create the application; for `wall` see `running`."""
+    """Create the application; for `wall` see `running`.
+
+    Args:
+        egress: addresses from which deliveries are sent, as the operator says; none: not served.
+    """
     logins = Logins(FETCH_TOKENS, database, failures, limits, clock)
     receivers = _Receivers(database, logins, limits, shared.loop_time, wall)
     errors = problem_middleware("no such path; see /v1/lanes")
@@ -132,7 +141,19 @@ def application(
     deliveries = "/v1/lanes/{lane}/deliveries"
     app.router.add_get(deliveries, receivers.handler(receivers.deliveries))
     app.router.add_get(deliveries + "/{sequence}", receivers.handler(receivers.delivery))
+    if egress:
+        app.router.add_get(EGRESS_PATH, _egress_handler(egress))
     return app
+
+
+def _egress_handler(egress: Sequence[Network]) -> Handler:
+    """Create the handler of the addresses of deliveries, which anybody may know."""
+    body = orjson.dumps({"addresses": [str(each) for each in egress]})
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return web.json_response(body=body)
+
+    return handle
 
 
 async def _find_fetcher(connection: Connection[Any], schema: str, secret: str) -> Fetcher | str:

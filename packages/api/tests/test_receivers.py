@@ -107,6 +107,14 @@ async def test_a_fetch_token_is_for_one_endpoint_and_can_be_revoked(
         await client.get(path, status=401)
 
 
+async def test_anybody_may_read_from_where_deliveries_are_sent(database: Database) -> None:
+    path, addresses = "/.well-known/outbox-egress.json", ["203.0.113.7/32", "2001:db8::/64"]
+    async with listening(database, "", egress_addresses=addresses) as client:
+        assert await client.get_at(path) == {"addresses": addresses}
+    async with listening(database, "") as client:
+        await client.get_at(path, status=404)
+
+
 async def test_one_of_two_clocks_signs_what_a_receiver_accepts(
     database: Database, db: Connection[Any]
 ) -> None:

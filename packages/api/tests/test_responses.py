@@ -200,7 +200,7 @@ async def contain_no_response(database: Database) -> None:
     assert await fetchval(database, leaks, CANARY) == 0
     failures = """
         SELECT jsonb_object_agg(payload -> 'endpoint' ->> 'name', payload -> 'failure') FROM outbox
-         WHERE type = 'outbox.endpoint.held' AND payload -> 'endpoint' ->> 'name' LIKE '%-inside'
+         WHERE type = 'outbox.endpoint.failing' AND payload -> 'endpoint' ->> 'name' LIKE '%-inside'
     """
     reported_of = json.loads(await fetchval(database, failures))
     assert reported_of == {"our-inside": "egress_refused", "acme-inside": "connect"}

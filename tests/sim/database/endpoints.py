@@ -81,6 +81,7 @@ def add_rows(db: Database, put: Put, endpoint_id: UUID, settings: EndpointSettin
         "last_response": None,
         "reported_held_since": None,
         "reported_stalled_at": None,
+        "failing_reported_at": None,
         "unsolicited_at": None,
     }
     put(db.endpoint, endpoint_id, e)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.delivery import operational_events as reporting
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.relay.delivery import breaker_follow_up
 from tests.sim.mutants.catalogue import mutant, swap
@@ -41,6 +42,12 @@ def reported_hold_only_in_memory(sim: Simulation) -> None:
 def hold_reported_for_operational_failures(sim: Simulation) -> None:
     """A hold is reported even if only operational events failed."""
     swap(breaker_follow_up, "is_operational", lambda _: False)
+
+
+@mutant
+def each_hold_reported(sim: Simulation) -> None:
+    """An endpoint that fails again is reported each time, however soon that is."""
+    swap(reporting, "FAILING_EVERY_S", 0.0)
 
 
 @mutant

@@ -93,7 +93,11 @@ def write_health(
             "stalled_since": state.stalled_since,
         }
         held_since = yield from publish_health(db, tx, old, new, state.disabled_at)
-        tx.change(db.endpoint_health, endpoint.id, **{**new, "reported_held_since": held_since})
+        failing_at = old["failing_reported_at"]
+        if old["reported_held_since"] is None:
+            failing_at = held_since or failing_at
+        new |= {"reported_held_since": held_since, "failing_reported_at": failing_at}
+        tx.change(db.endpoint_health, endpoint.id, **new)
         if new["state"] != "recovering":
             add_to_journal(db, tx, "endpoint_health", f"replica {me}", endpoint.id, {})
 

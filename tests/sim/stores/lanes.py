@@ -115,7 +115,9 @@ def _endpoint(e: Row, h: Row) -> Endpoint:
         health=BreakerRecord(
             BreakerState(h["state"]), h["since"], h["held_until"], h["last_response"]
         ),
-        reported=ReportedState(h["reported_held_since"], h["reported_stalled_at"]),
+        reported=ReportedState(
+            h["reported_held_since"], h["reported_stalled_at"], h["failing_reported_at"]
+        ),
         reuse=ConnectionReuse(settings.keep_alive, h["unsolicited_at"]),
         **plain,
     )

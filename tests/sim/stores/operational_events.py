@@ -23,12 +23,14 @@ RESERVED = "outbox."
 def publish_operational_event(
     db: Database, tx: Transaction, kind: str, endpoint_id: UUID | None, data: dict[str, Any]
 ) -> Steps[bool]:
-    """Insert an operational event if a subscription names its type; returns whether one does."""
+    """Insert an operational event if a subscription or feed names its type; returns whether one
+    does."""
     subscribed = any(
         selects(pattern, kind)
-        for s in tx.rows(db.subscription)
-        if s["to_batch"] is None
-        for pattern in s["types"]
+        for table, end in ((db.subscription, "to_batch"), (db.feed, "ended_at"))
+        for row in tx.rows(table)
+        if row[end] is None
+        for pattern in row["types"]
     )
     if not subscribed:
         return False
@@ -144,7 +146,7 @@ def publish_health(
             **response_fields(new["last_response"]),
         }
         reported = yield from publish_operational_event(
-            db, tx, kinds.ENDPOINT_HELD, endpoint_id, data
+            db, tx, kinds.ENDPOINT_FAILING, endpoint_id, data
         )
     elif held is None and reported:
         data = {"held_since": rfc3339(reported_since)}

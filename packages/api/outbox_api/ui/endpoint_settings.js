@@ -61,6 +61,7 @@ export function settingsTab(detail) {
       !settings.probes && ["Probes", "none: only the deliveries' own attempts"],
       settings.keep_responses !== "all" && ["Responses kept", settings.keep_responses === "none" ? "none" : "of failed attempts"],
       keepAlive(settings, health),
+      settings.contact && ["Contact", settings.contact],
     ])),
     h("section", null, h("h2", null, "Access"), definitionList(access(detail))),
     h("details", null, h("summary", null, "All settings"), code(settings)),

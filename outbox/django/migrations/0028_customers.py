@@ -1,4 +1,4 @@
-"""Applies schema/0028_compat.sql."""
+"""Applies schema/0028_customers.sql."""
 
 from __future__ import annotations
 
