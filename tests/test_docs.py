@@ -4,6 +4,7 @@ pages are the generated ones."""
 from __future__ import annotations
 
 import asyncio
+import hmac
 import inspect
 import json
 import os
@@ -46,6 +47,7 @@ from outbox_devtools.embedded.binaries import find_binaries
 from tests.receiver.deliveries import delivery
 from tests.receiver.streams.rigs import Settings as StreamSettings
 from tests.receiver.streams.rigs import lane, streams_of
+from tests.support import peers
 from tests.support.api import make_token, serving
 from tests.support.brokers.nats import nats_server
 from tests.support.brokers.valkey import valkey
@@ -113,6 +115,7 @@ SHOWN_FIRST = [
         "concepts/receiving.md",
         "howto/back-up-and-restore.md",
         "howto/manage-endpoints.md",
+        "howto/move-in-from-svix.md",
         "howto/publish-once-or-later.md",
         "howto/replay-dead-letters.md",
         "howto/test-an-application.md",
@@ -490,6 +493,86 @@ async def _customers(session: Session) -> AsyncIterator[None]:
             "https://hooks.acme.example/orders",
         ]
         assert await fetchval(database, "SELECT payload IS NULL FROM outbox"), "erased"
+
+
+@stage("howto/move-in-from-svix.md")
+async def _from_svix(session: Session) -> AsyncIterator[None]:
+    billing, second, third, fourth = (
+        {**peers.SVIX_ENDPOINT, "id": f"ep_{n}", "uid": None} for n in range(1, 5)
+    )
+    hidden = {"headers": {}, "sensitive": ["Authorization"]}
+    api = peers.svix_api(
+        {
+            "acme": [
+                {"endpoint": {**billing, "uid": "billing"}},
+                {"endpoint": second, "headers": hidden},
+            ],
+            "globex": [
+                {"endpoint": {**third, "disabled": True}},
+                {"endpoint": {**fourth, "channels": ["eu"]}},
+            ],
+        }
+    )
+    async with peers.serving(api, "sk_123.eu") as port:
+        session.rewrites[r"\b8071\b"] = str(port)
+        async with session.database.connection() as connection:
+            session.names = {
+                "outbox": package,
+                "connection": connection,
+                "switched": True,
+                "customer": "acme",
+                "invoice": {"total": 5},
+            }
+            yield
+    network = Network()
+    async with running(session.database, network):
+        await all_ended(session.database)
+    (sent,) = network.accepted
+    assert sent.url == peers.SVIX_ENDPOINT["url"]
+    assert sent.body == {"total": 5}
+    assert sent.headers["svix-signature"] == sent.headers["webhook-signature"]
+    assert sent.headers["svix-id"] == sent.headers["webhook-id"]
+
+
+@stage("howto/move-in-from-convoy.md")
+async def _from_convoy(session: Session) -> AsyncIterator[None]:
+    first, second, third = ({**peers.CONVOY_ENDPOINT, "uid": f"{n}"} for n in range(3))
+    subscription = peers.CONVOY_SUBSCRIPTION
+    filtered = {"filter_config": {"filter": {"body": {"total": 5}}}}
+    oauth2 = {**second, "name": "audit", "authentication": {"type": "oauth2"}}
+    api = peers.convoy_api(
+        [
+            {"endpoint": first, "subscriptions": [subscription]},
+            {"endpoint": oauth2, "subscriptions": [subscription]},
+            {"endpoint": third, "subscriptions": [subscription, subscription, filtered]},
+        ]
+    )
+    async with peers.serving(api, "CO.123") as port:
+        session.rewrites[r"\b8072\b"] = str(port)
+        yield
+
+
+@stage("howto/move-in-from-outpost.md")
+async def _from_outpost(session: Session) -> AsyncIterator[None]:
+    first = peers.OUTPOST_DESTINATION
+    second = {**first, "id": "des_2", "disabled_at": "2026-01-31T12:00:00Z"}
+    third = {**first, "id": "des_3", "type": "aws_sqs"}
+    api = peers.outpost_api({"acme": [first, second], "globex": [third]})
+    async with peers.serving(api, "apikey") as port:
+        session.rewrites[r"\b8073\b"] = str(port)
+        yield
+
+
+@stage("howto/move-in-from-your-own-code.md")
+async def _from_own_code(session: Session) -> AsyncIterator[None]:
+    yield
+    network = Network()
+    async with running(session.database, network):
+        await publish(session.database, {"order": 7}, type="order.paid", tenant="acme")
+        await all_ended(session.database)
+    (sent,) = network.accepted
+    digest = hmac.digest(b"hunter2", sent.request.body, "sha256").hex()
+    assert sent.headers["x-shop-signature"] == f"sha256={digest}"
 
 
 @stage("howto/versions-of-a-type.md")

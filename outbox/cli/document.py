@@ -77,17 +77,29 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def read_document(path: str) -> Any:
+def read_text(path: str, bytes_max: int = FILE_BYTES_MAX) -> str:
+    """The text of a file; - is stdin.
+
+    Raises:
+        UsageError: the file cannot be read, is longer, or is not UTF-8.
+    """
+    raw = _bytes(path)
+    if len(raw) > bytes_max:
+        raise UsageError(f"is longer than {bytes_max} bytes")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"cannot be read: {error}") from None
+
+
+def read_document(path: str, bytes_max: int = FILE_BYTES_MAX) -> Any:
     """Parse a declaration file in YAML, JSON or TOML.
 
     Raises:
         UsageError: the file cannot be read or parsed.
     """
-    raw = _bytes(path)
-    if len(raw) > FILE_BYTES_MAX:
-        raise UsageError(f"is longer than {FILE_BYTES_MAX} bytes")
+    text = read_text(path, bytes_max)
     try:
-        text = raw.decode()
         match Path(path).suffix.lower():
             case ".json":
                 return json.loads(text, object_pairs_hook=_unique)

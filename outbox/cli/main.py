@@ -48,13 +48,15 @@ EXIT_BROKEN_PIPE = 141
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """A command in the list; the module `<name>` of a package `cli` defines it as `command`."""
+    """A command in the list; a module of a package `cli` defines it as `command`."""
 
     name: str
     help: str
     section: str
     leaf: Leaf | None = None
     """Where its package `cli` is; None: here."""
+    module: str | None = None
+    """The module; None: it has the command's name."""
 
     def load(self) -> click.Command:
         """Import the command.
@@ -62,10 +64,11 @@ class CommandEntry:
         Raises:
             CannotRun: it is in a leaf that is not installed.
         """
+        name = f"cli.{self.module or self.name}"
         if self.leaf is None:
-            module = importlib.import_module(f"outbox.cli.{self.name}")
+            module = importlib.import_module(f"outbox.{name}")
         else:
-            module = self.leaf.load(f"cli.{self.name}")
+            module = self.leaf.load(name)
         command = module.command
         assert isinstance(command, click.Command)
         return command

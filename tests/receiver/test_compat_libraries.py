@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib
-import sys
 import time
 from typing import Any
 
@@ -19,7 +17,7 @@ from outbox.core.model.message_format import MessageFormat
 from outbox.errors import CannotRun
 from tests.receiver.deliveries import SECRET, delivery
 from tests.support.npm import NodeScript
-from tests.support.pypi import pypi_package
+from tests.support.pypi import library
 
 pytestmark = pytest.mark.system
 
@@ -41,16 +39,6 @@ def requests(preset: str) -> list[tuple[dict[str, str], bytes]]:
     found.append(prepare_batch([one, delivery(2, payload=PAYLOAD)], 0, headers=headers))
     now = int(time.time())
     return [(dict(parse_lines(each.attempt(1, now, [SECRET]))), each.body) for each in found]
-
-
-def library(monkeypatch: pytest.MonkeyPatch, name: str, version: str) -> Any:
-    """A package of PyPI; what the test environment has as well is the environment's."""
-    try:
-        package = pypi_package(f"{name}-{version}", f"{name}=={version}")
-    except CannotRun as error:
-        pytest.skip(str(error))
-    monkeypatch.setattr(sys, "path", [*sys.path, str(package)])
-    return importlib.import_module(name)
 
 
 def test_svix_accepts_its_form(monkeypatch: pytest.MonkeyPatch) -> None:

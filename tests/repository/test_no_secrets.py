@@ -69,6 +69,9 @@ NONE: dict[str, tuple[str, ...]] = {
     "how a text is a secret, or a secret of a compat signature in a test": (
         "raw", "base64", "hex", "one", "two", "new", "hub-4711", "not base64!", "whsec_MTIz",
     ),
+    "a secret of an imaginary customer of another sender": (
+        "convoy-secret", "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw",
+    ),
     "a signature in the tests of Outpost, or in the documentation of GitHub": (
         "7054f74dae9f73e82b56ca73e8f81450097c698eeda0b00bb8728e89796baf2d",
         "757107ea0eb2509fc211221cce984b8a37570b6d7586c22c46f4379c8b043e17",

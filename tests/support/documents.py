@@ -66,7 +66,7 @@ BACKGROUND = {
 EXIT_CODES = {"doctor": (0, 1)}
 """Commands that end with another code than 0 if they find something."""
 
-_FAILURE = re.compile(r"^(Traceback|.*ERROR: )", re.MULTILINE)
+_FAILURE = re.compile(r"^(Traceback|.*ERROR: |\d+ records? not imported)", re.MULTILINE)
 """What a command prints that a document shows failing."""
 
 _BLOCK = re.compile(
@@ -113,7 +113,7 @@ class Block:
     """The file that the reader saves it in."""
 
 
-_FILES = {">", "--output", "@position.txt", "--secret-file", "--compat-secret-file"}
+_FILES = {">", "--output", "@position.txt", "--secret-file", "--compat-secret-file", "import"}
 """Words of a command that reads or writes a file of the session's directory."""
 
 

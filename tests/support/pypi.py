@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from outbox.errors import CannotRun
 
@@ -44,3 +48,13 @@ def pypi_package(name: str, *requirements: str) -> Path:
         with suppress(OSError):
             fetched.rename(target)
     return target
+
+
+def library(monkeypatch: pytest.MonkeyPatch, name: str, version: str) -> Any:
+    """A package of PyPI; what the test environment has as well is the environment's."""
+    try:
+        package = pypi_package(f"{name}-{version}", f"{name}=={version}")
+    except CannotRun as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(package)])
+    return importlib.import_module(name)

@@ -23,7 +23,7 @@ from outbox.operations.endpoints.changes import (
 )
 from outbox.operations.endpoints.found import READ_ENDPOINTS, FoundEndpoint, require_states
 from outbox.operations.endpoints.removal import StillPending, plan_removals
-from outbox.operations.endpoints.writes import add_endpoints, replace_subscriptions
+from outbox.operations.endpoints.writes import SET_STATES, add_endpoints, replace_subscriptions
 from outbox.operations.feeds.starts import begin_feed, resolve_start
 from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR
@@ -196,6 +196,7 @@ async def _plan_changes(
     steps: list[ApplyStep] = []
     additions: list[Addition] = []
     starts: list[tuple[UUID, FeedStart]] = []
+    paused: dict[UUID, str] = {}
     updates: list[Update] = []
     writes_secrets = any(
         each.place not in matches
@@ -214,6 +215,8 @@ async def _plan_changes(
             with _prefix_errors(each.place):
                 new = plan_addition(change, its, in_use, given=each.secret)
             additions.append(new)
+            if each.paused:
+                paused[new.id] = its.name
             if each.start is not None:
                 with _prefix_errors(each.place):
                     starts.append((new.id, await resolve_start(change.db, each.start)))
@@ -237,6 +240,10 @@ async def _plan_changes(
     replace_subscriptions(change, [each.id for each in additions if each.id not in begun])
     for endpoint_id, start in starts:
         begin_feed(change, endpoint_id, start)
+    if paused:
+        change.write(SET_STATES, list(paused), "paused", change.actor, None)
+    for endpoint_id, name in paused.items():
+        change.journal("endpoint_paused", endpoint_id, {"name": name})
     return steps
 
 

@@ -1,0 +1,75 @@
+"""Endpoints of home-made senders, as a table: a column for each setting.
+
+The columns are settings of a file of endpoints, `compat` with its `compat_secret`,
+`compat_header`, `compat_content`, `compat_value`, `compat_encoding` and `compat_secret_encoding`,
+and `header:NAME`.  Lists are separated by spaces; an empty cell has the default.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.model.endpoint_settings import SETTINGS
+from outbox.core.model.setting_types import PatternList, StatusList, Switch
+from outbox.core.model.text import closest
+from outbox.errors import UsageError
+from outbox_adopt.peers.translation import RETRY, Translation
+
+if TYPE_CHECKING:
+    from outbox_adopt.peers.record import Record
+    from outbox_adopt.peers.translation import ImportOptions
+
+HEADER = "header:"
+COMPAT = tuple(
+    f"compat_{name}"
+    for name in ("secret", "header", "content", "value", "encoding", "secret_encoding")
+)
+COLUMNS = ("secret", "secret_encoding", "paused", *COMPAT)
+_TRUE, _FALSE = ("true", "yes", "t", "1"), ("false", "no", "f", "0")
+"""The first letters alone are what psql writes."""
+
+
+def translate(record: Record, options: ImportOptions) -> Translation:
+    """Translate a row.
+
+    Raises:
+        UsageError: there is no such column, or a switch is neither true nor false.
+    """
+    values: dict[str, Any] = {"format": "raw", "retry": RETRY, "name": record.required("name")}
+    compat: dict[str, str] = {}
+    for column in record.values:
+        cell = record.text(column)
+        if cell is None or column == "source":
+            continue
+        if column.startswith(HEADER):
+            values.setdefault("headers", {})[column.removeprefix(HEADER)] = cell
+        elif column in COMPAT:
+            compat[column.removeprefix("compat_")] = cell
+        elif column in ("secret", "secret_encoding"):
+            values[column] = cell
+        else:
+            values[column] = _cell(record, column, cell)
+    made = Translation(values)
+    if preset := values.pop("compat", None):
+        made.sign_as(preset, compat.pop("secret", ""), options, **compat)
+    return made
+
+
+def _cell(record: Record, column: str, cell: str) -> Any:
+    setting = SETTINGS.get(column)
+    if setting is None and column != "paused":
+        near = closest(column, [*SETTINGS, *COLUMNS])
+        hint = f'did you mean "{near}"?' if near else "see outbox endpoint import --help"
+        raise UsageError(f'{record.place}: there is no column "{column}"; {hint}')
+    if setting is None or isinstance(setting.type, Switch):
+        if cell.lower() not in (*_TRUE, *_FALSE):
+            raise UsageError(f"{record.place}.{column}: must be true or false")
+        return cell.lower() in _TRUE
+    if isinstance(setting.type, PatternList | StatusList):
+        return cell.split()
+    if setting.type.public_type in (int, float):
+        try:
+            return float(cell) if "." in cell else int(cell)
+        except ValueError:
+            raise UsageError(f"{record.place}.{column}: must be a number") from None
+    return cell
