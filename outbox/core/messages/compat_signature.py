@@ -13,7 +13,7 @@ from outbox.core.model.headers import format_lines
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.model.compat import Compat
+    from outbox.core.model.compat import Compat, CompatForm
 
 
 class CompatSigner:
@@ -23,13 +23,13 @@ class CompatSigner:
         keys: the keys, the newest first, with their expiry in epoch seconds; None: no expiry.
     """
 
-    __slots__ = ("_form", "_keys", "_until", "names")
+    __slots__ = ("_until", "form", "keys", "names")
 
     def __init__(self, compat: Compat, keys: Sequence[tuple[bytes, float | None]]) -> None:
-        self._form = compat.form
+        self.form = compat.form
         self._until = None if compat.until is None else compat.until.timestamp()
-        self._keys = tuple(keys)
-        self.names = self._form.names
+        self.keys = tuple(keys)
+        self.names = self.form.names
 
     def lines(self, message_id: str, timestamp: int, body: bytes) -> str:
         """The header lines of a request that is signed at `timestamp` (epoch seconds).
@@ -38,12 +38,12 @@ class CompatSigner:
         """
         if self._until is not None and timestamp >= self._until:
             return ""
-        form = self._form
+        form = self.form
         values = {"id": message_id.encode(), "timestamp": b"%d" % timestamp, "body": body}
         content = fill(form.content, values)
         signatures = [
-            _encode(hmac.digest(key, content, sha256), form.encoding)
-            for key, ends_at in self._keys
+            signature_of(key, content, form)
+            for key, ends_at in self.keys
             if ends_at is None or timestamp < ends_at
         ]
         if not signatures:
@@ -57,5 +57,7 @@ class CompatSigner:
         )
 
 
-def _encode(digest: bytes, encoding: str) -> bytes:
-    return digest.hex().encode() if encoding == "hex" else base64.b64encode(digest)
+def signature_of(key: bytes, content: bytes, form: CompatForm) -> bytes:
+    """The signature of a content, in the encoding of its form."""
+    digest = hmac.digest(key, content, sha256)
+    return digest.hex().encode() if form.encoding == "hex" else base64.b64encode(digest)

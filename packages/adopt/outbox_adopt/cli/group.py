@@ -18,10 +18,14 @@ Phases:
   verify      compare both tables
   retire      remove the trigger, when the application publishes with outbox
   undo        the way back, from every phase
+
+\b
+From another sender of webhooks (outbox endpoint import):
+  compare     what it and outbox send for the same events
 """,
 )
 def command() -> None:
-    """Move in from another outbox table, step by step and with a way back.
+    """Move in from another outbox table or sender, step by step and with a way back.
 
     The application writes to its table as before, until it is changed to publish with
     outbox. One role owns that table and the outbox schema, and the commands connect as
