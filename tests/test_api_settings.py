@@ -31,6 +31,7 @@ GIVEN = {
     "OUTBOX_ALLOW_NETWORKS": "10.0.0.0/8,::1/128",
     "OUTBOX_PROXY": "http://me:hunter2@proxy:1",
     "OUTBOX_API_RATE_MAX": "7",
+    "OUTBOX_EGRESS_ADDRESSES": "203.0.113.7",
     "OUTBOX_LOG_FORMAT": "json",
     "OUTBOX_LOG_LEVEL": "debug",
 }

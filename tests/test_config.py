@@ -58,6 +58,7 @@ def test_every_field_has_a_variable_and_a_description() -> None:
         "notify": "off",
         "buffer_bytes_max": "2000000",
         "allow_networks": "10.0.0.0/8,::1",
+        "egress_addresses": "203.0.113.7",
         "proxy": "http://proxy.internal:4750",
         "health": "localhost:9090",
         "admin": "127.0.0.1:0",

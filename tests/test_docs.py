@@ -526,7 +526,8 @@ async def _from_svix(session: Session) -> AsyncIterator[None]:
             yield
     network = Network()
     async with running(session.database, network):
-        await all_ended(session.database)
+        # The other endpoint of the tenant is paused.
+        await until(lambda: network.accepted, what="the delivery")
     (sent,) = network.accepted
     assert sent.url == peers.SVIX_ENDPOINT["url"]
     assert sent.body == {"total": 5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -199,15 +200,24 @@ async def test_a_feed_goes_on_where_it_was_when_its_leader_is_killed(database: D
 @pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize("change", ["types", "lanes", "pause"])
 async def test_a_change_during_a_feed_applies_from_its_place_on(
-    database: Database, change: str
+    database: Database, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Its receiver holds the feed until the change.
+    monkeypatch.setattr(feed_reader, "ARRIVING_S", 0.0)
+    monkeypatch.setattr(feed_reader, "TAIL_IDS", 6)
+    changed = asyncio.Event()
     await add_endpoint(database, "first")
     async with running(database, Network()):
         for n in range(30):
             await publish(database, n, type="a.b" if n % 2 else "c.d", key="k")
         await all_ended(database)
-    network = Network()
-    await add_endpoint(database, "second", start=BEGINNING)
+
+    async def responding(_: object) -> AttemptResult:
+        await changed.wait()
+        return OK
+
+    network = Network(responding)
+    await add_endpoint(database, "second", start=BEGINNING, backlog_max=12)
 
     def narrowed(settings: EndpointSettings) -> EndpointSettings:
         if change == "lanes":
@@ -221,6 +231,7 @@ async def test_a_change_during_a_feed_applies_from_its_place_on(
             await operate(database, endpoint_states.resume_endpoints, ["second"])
         else:
             await operate(database, endpoint_changes.update_endpoint, "second", narrowed)
+        changed.set()
         await arrived(database)
     got = data(network, "second")
     if change == "types":
