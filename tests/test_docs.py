@@ -678,17 +678,14 @@ async def roles(session: Session) -> AsyncIterator[None]:
         f'"relay_role_{database.name}" IN DATABASE "{database.name}"'
     )
     names = [
-        f'"{name}_{database.name}"'
+        f"{name}_{database.name}"
         for name in ("shop", "outbox_relay", "ops", "grafana", "intern", "relay_role")
     ]
     async with database.connection() as owner:
         for name in names:
             await owner.execute(f"CREATE ROLE {name}")
-        try:
-            yield
-        finally:
-            for name in names:
-                await owner.execute(f"DROP OWNED BY {name}; DROP ROLE {name}")
+    database.roles += names
+    yield
 
 
 @stage("howto/grant-database-roles.md")
@@ -748,9 +745,8 @@ async def _exporter(session: Session) -> AsyncIterator[None]:
     database = session.database
     name = f"exporter_{database.name}"
     session.rewrites[r"\boutbox_exporter\b"] = name
+    database.roles.append(name)
     yield
-    async with database.connection() as owner:
-        await owner.execute(f"DROP OWNED BY {name}; DROP ROLE {name}")
 
 
 @stage("howto/move-by-logical-replication.md")

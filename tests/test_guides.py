@@ -92,6 +92,7 @@ async def newcomer(database: Database, directory: Path) -> AsyncIterator[Session
         assert words == [role]
         async with database.connection() as owner:
             await owner.execute(f"CREATE ROLE {quote_ident(role)} LOGIN")
+        database.roles.append(role)
 
     async def wait() -> None:
         await all_ended(database)
@@ -103,10 +104,6 @@ async def newcomer(database: Database, directory: Path) -> AsyncIterator[Session
         yield session
     finally:
         structlog.reset_defaults()  # A guide configures it.
-        async with database.connection() as owner:
-            if await owner.fetchval("SELECT true FROM pg_roles WHERE rolname = $1", role):
-                await owner.execute(f"DROP OWNED BY {quote_ident(role)}")
-                await owner.execute(f"DROP ROLE {quote_ident(role)}")
 
 
 def received(session: Session) -> list[str]:

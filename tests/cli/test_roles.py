@@ -159,7 +159,7 @@ def test_a_monitor_role_granted_as_the_doctor_says_sees_everything(
 
     async def grant() -> None:
         async with filled.connection() as owner:
-            await owner.execute(f'GRANT pg_monitor TO "reader-{filled.name}"')
+            await owner.execute(f'GRANT pg_monitor TO "{filled.roles[0]}"')
 
     assert as_role("reader", "status").code == 0
     asyncio.run(grant())

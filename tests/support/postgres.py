@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import psycopg
 
+from outbox.core.model.sql_names import quote_ident
 from outbox.store.connection.migrate import migrate
 from outbox.store.connection.store_connection import StoreConnection
 from outbox_devtools.embedded import EmbeddedPostgres
@@ -73,6 +74,8 @@ class Database:
         self.server = server
         self.name = name
         self.schema = SCHEMA
+        self.roles: list[str] = []
+        """Roles of the test, dropped after the database: nothing depends on them any more then."""
         self._connections: list[asyncpg.Connection] = []
         self._at_hand: list[asyncpg.Connection] = []
         self._loop = asyncio.get_running_loop()
@@ -206,6 +209,9 @@ class Server:
         finally:
             await database.close()
             await self._drop(database.name)
+            await self.execute(
+                *(f"DROP ROLE IF EXISTS {quote_ident(each)}" for each in database.roles)
+            )
 
     async def _create(self, migrated: bool, template: str | None) -> str:
         if template is None:
