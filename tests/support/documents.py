@@ -12,7 +12,7 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import orjson
 import yaml
@@ -20,6 +20,7 @@ import yaml
 from outbox.config import load
 from outbox.core.model import endpoint_config
 from outbox.store.connection import dsn
+from tests.support import forking
 from tests.support.ports import free_port
 from tests.support.process import environment, outbox
 from tests.support.waiting import until
@@ -113,8 +114,8 @@ class Block:
     """The file that the reader saves it in."""
 
 
-_FILES = {">", "--output", "@position.txt", "--secret-file", "--compat-secret-file", "import"}
-"""Words of a command that reads or writes a file of the session's directory."""
+_SHELL = {">", "--output"}
+"""Words of an `outbox` command that is left to a shell: it redirects, or expands a variable."""
 
 
 def sections(text: str) -> list[tuple[str, str]]:
@@ -188,7 +189,7 @@ class Session:
         self.before_line: Callable[[str], Awaitable[None]] | None = None
         self.before_end: Callable[[], Awaitable[None]] | None = None
         self._identifiers: dict[str, str] = {}
-        self._running: list[tuple[asyncio.subprocess.Process, Path, str]] = []
+        self._running: list[tuple[asyncio.subprocess.Process | forking.Process, Path, str]] = []
 
     async def follow(self, examples: Iterable[Block]) -> None:
         """Execute the blocks of a document, and end the processes that they started."""
@@ -250,11 +251,12 @@ class Session:
         if any(each in BACKGROUND for each in (words[0], " ".join(words[:2]))):
             await self._start(words, env, output)
             return
-        if words[0] != "outbox" or _FILES.intersection(words):
+        if words[0] != "outbox" or _SHELL.intersection(words):
             await self._run_shell(line, output)
             return
-        ended = await outbox(*words[1:], env=env)
-        assert ended.code in EXIT_CODES.get(words[1], (0,)), ended.stderr
+        ended = await outbox(*words[1:], env=env, directory=self.directory)
+        shown = (1,) if _FAILURE.search(output) else (0,)
+        assert ended.code in EXIT_CODES.get(words[1], shown), ended.stderr
         if output.strip():
             # A terminal shows both streams.
             self._compare(output, ended.stdout + ended.stderr)
@@ -279,15 +281,14 @@ class Session:
     async def _start(self, words: list[str], env: dict[str, str], output: str) -> None:
         program = words[0] if words[0] in BACKGROUND else " ".join(words[:2])
         path = self.directory / f"{program.replace(' ', '-')}-{len(self._running)}.log"
+        process: asyncio.subprocess.Process | forking.Process
         with path.open("wb") as log:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, *(words[1:] if words[0] == "python" else ("-m", *words))),
-                cwd=self.directory,
-                # Python shows each line at once on a terminal only.
-                env=environment(env) | {"PYTHONUNBUFFERED": "1"},
-                stdout=log,
-                stderr=log,
-            )
+            if words[0] == "outbox":
+                process = await forking.start(
+                    words[1:], environment(env), [log, log], self.directory
+                )
+            else:
+                process = await self._interpret(words, env, log)
         self._running.append((process, path, output))
         ready = BACKGROUND[program]
 
@@ -300,6 +301,18 @@ class Session:
         except AssertionError as error:
             error.add_note(f"{program} has printed: {path.read_text()}")
             raise
+
+    async def _interpret(
+        self, words: list[str], env: dict[str, str], log: IO[bytes]
+    ) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, *(words[1:] if words[0] == "python" else ("-m", *words))),
+            cwd=self.directory,
+            # Python shows each line at once on a terminal only.
+            env=environment(env) | {"PYTHONUNBUFFERED": "1"},
+            stdout=log,
+            stderr=log,
+        )
 
     async def interrupt(self, program: str) -> None:
         """Press Ctrl-C in the terminal of a command of BACKGROUND."""

@@ -31,9 +31,13 @@ _ROOT = Path(__file__).parents[2]
 
 
 async def run(
-    words: Sequence[str], env: Mapping[str, str], stdin: bytes, timeout_s: float
+    words: Sequence[str],
+    env: Mapping[str, str],
+    stdin: bytes,
+    timeout_s: float,
+    directory: Path | None = None,
 ) -> tuple[int, bytes, bytes]:
-    """Run `outbox` with these arguments to its end.
+    """Run `outbox` with these arguments to its end; see `start`.
 
     Returns:
         The exit code (negative: the terminating signal), stdout and stderr.
@@ -44,7 +48,7 @@ async def run(
     with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
         given.write(stdin)
         given.seek(0)
-        process = await start(words, env, [given, out, err])
+        process = await start(words, env, [given, out, err], directory)
         try:
             async with asyncio.timeout(timeout_s):
                 code = await process.wait()
@@ -57,7 +61,10 @@ async def run(
 
 
 async def start(
-    words: Sequence[str], env: Mapping[str, str], streams: Sequence[IO[bytes]]
+    words: Sequence[str],
+    env: Mapping[str, str],
+    streams: Sequence[IO[bytes]],
+    directory: Path | None = None,
 ) -> Process:
     """Start `outbox` with these arguments; it ends with this process.
 
@@ -65,10 +72,12 @@ async def start(
         words: the arguments.
         env: the environment.
         streams: stdin, stdout and stderr, or the last two of them.
+        directory: the working directory; None: that of this process.
     """
     read_fd, write_fd = os.pipe()
+    fds = [*(each.fileno() for each in streams), write_fd]
     try:
-        _parent().start_command(words, env, [*(each.fileno() for each in streams), write_fd])
+        _parent().start_command(words, env, fds, directory or Path.cwd())
     except BaseException:
         os.close(read_fd)
         raise
@@ -153,11 +162,11 @@ class _Parent:
         atexit.register(self._end)
 
     def start_command(
-        self, words: Sequence[str], env: Mapping[str, str], fds: Sequence[int]
+        self, words: Sequence[str], env: Mapping[str, str], fds: Sequence[int], directory: Path
     ) -> None:
         """Fork a command with these streams, and a status pipe as the last of them."""
         with TemporaryFile(buffering=0) as what:
-            what.write(orjson.dumps([words, env, str(Path.cwd())]))
+            what.write(orjson.dumps([words, env, str(directory)]))
             what.seek(0)
             socket.send_fds(self._control, [b"!"], [what.fileno(), *fds])
 

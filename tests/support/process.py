@@ -52,15 +52,19 @@ async def outbox(
     env: Mapping[str, str] | None = None,
     stdin: str = "",
     package: Path | None = None,
+    directory: Path | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Ended:
     """Run one command to its end.
 
     Args:
         package: the directory of another copy of the package.
+        directory: the working directory of this copy; None: that of the tests.
     """
     if package is None:
-        code, out, err = await forking.run(words, environment(env), stdin.encode(), timeout_s)
+        code, out, err = await forking.run(
+            words, environment(env), stdin.encode(), timeout_s, directory
+        )
         return Ended(code, out.decode(), err.decode())
     process = await asyncio.create_subprocess_exec(
         *command_line(*words),
