@@ -68,7 +68,7 @@ class Leaf(NamedTuple):
 ADOPT = Leaf("outbox-adopt", "adopt")
 """`outbox adopt`."""
 DOCTOR = Leaf("outbox-doctor", "relay")
-"""`outbox trace`, `doctor`, `alerts`, `verify`, `resequence` and `rekey`."""
+"""`outbox trace`, `doctor`, `alerts`, `journal`, `once`, `verify`, `resequence` and `rekey`."""
 API = Leaf("outbox-api", "relay", needs=(DOCTOR,))
 """The HTTP API with its page, and the receivers' listener."""
 DEVTOOLS = Leaf("outbox-devtools", "demo", needs=(DOCTOR,))

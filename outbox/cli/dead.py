@@ -19,7 +19,7 @@ from outbox.cli.common import (
     settings_options,
 )
 from outbox.cli.filter_options import dead_id, filter_options, selection_options
-from outbox.cli.main import Group
+from outbox.cli.group import Group
 from outbox.cli.output import cell, describe_payload, echo, emit_pairs, emit_table
 from outbox.core.model.text import count
 from outbox.operations.criteria import Criteria, DeadLetterSelection

@@ -13,7 +13,6 @@ page that explains it if there is one, and an exit code:
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -26,6 +25,7 @@ import click
 from click.exceptions import NoArgsIsHelpError
 
 from outbox import __version__
+from outbox.cli.group import suggest
 from outbox.errors import OutboxError, UsageError
 from outbox.extras import RELAY, missing_extra
 from outbox.leaves import ADOPT, API, DEVTOOLS, DOCTOR, Leaf
@@ -108,8 +108,10 @@ COMMANDS = (
     ),
     CommandEntry("dead", "List, count, show, replay and discard dead letters.", _INSPECT),
     CommandEntry("replay", "Replay past events to an endpoint; list and abort replays.", _INSPECT),
-    CommandEntry("journal", "List changes, with the user, token or relay of each.", _INSPECT),
-    CommandEntry("once", "List, show and reset idempotency keys.", _INSPECT),
+    CommandEntry(
+        "journal", "List changes, with the user, token or relay of each.", _INSPECT, DOCTOR
+    ),
+    CommandEntry("once", "List, show and reset idempotency keys.", _INSPECT, DOCTOR),
     CommandEntry("erase", "Erase the payloads of a tenant's or a key's events.", _INSPECT),
     CommandEntry(
         "prove", "Run relays under injected faults, and check the result.", _INSPECT, DEVTOOLS
@@ -150,30 +152,6 @@ class LazyGroup(click.Group):
         for section in dict.fromkeys(entry.section for entry in COMMANDS):
             with formatter.section(section):
                 formatter.write_dl([(e.name, e.help) for e in COMMANDS if e.section == section])
-
-
-def suggest(group: click.Group, ctx: click.Context, args: list[str]) -> None:
-    """Reject an unknown command, and suggest the nearest name.
-
-    Raises:
-        click.UsageError: the command does not exist.
-    """
-    names = group.list_commands(ctx)
-    if ctx.resilient_parsing or args[0] in names or args[0].startswith("-"):
-        return
-    near = difflib.get_close_matches(args[0], names, 1)
-    hint = f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(names)}"
-    raise click.UsageError(f'there is no command "{args[0]}"; {hint}', ctx)
-
-
-class Group(click.Group):
-    """A command group whose commands are already imported."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        suggest(self, ctx, args)
-        return super().resolve_command(ctx, args)
 
 
 @click.group(

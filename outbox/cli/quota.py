@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from outbox.cli.common import actor, limit_option, note_next_page, print_result, run_operation
-from outbox.cli.main import Group
+from outbox.cli.group import Group
 from outbox.cli.output import emit_pairs, emit_table
 from outbox.errors import UsageError
 from outbox.operations import quotas

@@ -15,7 +15,7 @@ from outbox.cli.common import (
     print_result,
     run_operation,
 )
-from outbox.cli.main import Group
+from outbox.cli.group import Group
 from outbox.cli.output import echo, emit_pairs, emit_table
 from outbox.core.model.api_token import SCOPES, TokenSettings
 from outbox.operations.tokens import api as api_tokens

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from outbox.cli.main import CommandEntry, Group
+from outbox.cli.group import Group
+from outbox.cli.main import CommandEntry
 from outbox.errors import MissingExtra
 from outbox.leaves import ADOPT
 

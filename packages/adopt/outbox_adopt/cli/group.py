@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from outbox.cli.main import Group
+from outbox.cli.group import Group
 
 
 @click.group(

@@ -14,7 +14,7 @@ from outbox.cli.common import (
     run_operation,
 )
 from outbox.cli.filter_options import time_options
-from outbox.cli.main import Group
+from outbox.cli.group import Group
 from outbox.cli.output import echo, emit_pairs, emit_table
 from outbox.core.model.text import is_text
 from outbox.errors import UsageError
