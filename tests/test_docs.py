@@ -526,8 +526,7 @@ async def _from_svix(session: Session) -> AsyncIterator[None]:
             yield
     network = Network()
     async with running(session.database, network):
-        # The other endpoint of the tenant is paused.
-        await until(lambda: network.accepted, what="the delivery")
+        await all_ended(session.database)
     (sent,) = network.accepted
     assert sent.url == peers.SVIX_ENDPOINT["url"]
     assert sent.body == {"total": 5}
@@ -537,10 +536,10 @@ async def _from_svix(session: Session) -> AsyncIterator[None]:
 
 @stage("howto/move-in-from-convoy.md")
 async def _from_convoy(session: Session) -> AsyncIterator[None]:
-    first, second, third = ({**peers.CONVOY_ENDPOINT, "uid": f"{n}"} for n in range(3))
+    first, second, third = ({**peers.CONVOY_ENDPOINT, "uid": f"ep_{n}"} for n in range(3))
     subscription = peers.CONVOY_SUBSCRIPTION
-    filtered = {"filter_config": {"filter": {"body": {"total": 5}}}}
-    oauth2 = {**second, "name": "audit", "authentication": {"type": "oauth2"}}
+    filtered = {**subscription, "uid": "filtered", "filters": [{"body": {"total": 5}}]}
+    oauth2 = {**second, "authentication": {"type": "oauth2"}}
     api = peers.convoy_api(
         [
             {"endpoint": first, "subscriptions": [subscription]},
@@ -557,7 +556,7 @@ async def _from_convoy(session: Session) -> AsyncIterator[None]:
 async def _from_outpost(session: Session) -> AsyncIterator[None]:
     first = peers.OUTPOST_DESTINATION
     second = {**first, "id": "des_2", "disabled_at": "2026-01-31T12:00:00Z"}
-    third = {**first, "id": "des_3", "type": "aws_sqs"}
+    third = {**first, "id": "des_3", "tenant_id": "globex", "type": "aws_sqs"}
     api = peers.outpost_api({"acme": [first, second], "globex": [third]})
     async with peers.serving(api, "apikey") as port:
         session.rewrites[r"\b8073\b"] = str(port)

@@ -67,7 +67,7 @@ A file:
     - name: audit
       url: https://audit.example.com/
       from: 2h                    # only when it is added: earlier events come first
-      paused: true                # only when it is added: it sends nothing until it is resumed
+      disabled: true              # only when it is added: it gets nothing until it is enabled
       all_tenants: true
       retry: {preset: stepped, attempts: 8}
 

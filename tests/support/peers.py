@@ -78,6 +78,7 @@ CONVOY_SUBSCRIPTION: dict[str, Any] = {
     "status": "active",
     "function": None,
     "filter_config": {"event_types": ["*"], "filter": {"headers": {}, "body": {}}},
+    "filters": [],
 }
 
 OUTPOST_DESTINATION: dict[str, Any] = {
@@ -167,9 +168,16 @@ def convoy_api(records: list[dict[str, Any]]) -> web.Application:
         found = (r["subscriptions"] for r in records if r["endpoint"]["uid"] == wanted)
         return paged(next(found), request)
 
+    async def filters(request: web.Request) -> web.Response:
+        wanted = request.match_info["id"]
+        every = (each for record in records for each in record["subscriptions"])
+        found = next(each.get("filters", []) for each in every if each["uid"] == wanted)
+        return web.json_response({"status": True, "message": "fetched", "data": found})
+
     app = web.Application()
     app.router.add_get("/api/v1/projects/{project}/endpoints", endpoints)
     app.router.add_get("/api/v1/projects/{project}/subscriptions", subscriptions)
+    app.router.add_get("/api/v1/projects/{project}/subscriptions/{id}/filters", filters)
     return app
 
 

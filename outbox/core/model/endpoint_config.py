@@ -11,8 +11,8 @@
 A setting that is missing or null has its default; lists and mappings replace those of
 `defaults` completely.  A header that is null keeps its current value, because values may be
 credentials and are never output.  An `id` refers to an existing endpoint, so a different name
-renames it.  `from` says from where on a new endpoint gets earlier events, and `paused` that it
-sends nothing at first; one that exists ignores both.  `secret`, with `secret_encoding`, is the
+renames it.  `from` says from where on a new endpoint gets earlier events, and `disabled` that it
+gets none at first; one that exists ignores both.  `secret`, with `secret_encoding`, is the
 signing secret, and `compat` may have a `secret`; without them, the current ones stay.  Error
 messages start with the position: `endpoints[2].retry.base: …`.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from outbox.core.model.start import Start
 
 
-NOT_SETTINGS = ("id", "from", "paused", "secret", "secret_encoding")
+NOT_SETTINGS = ("id", "from", "disabled", "secret", "secret_encoding")
 """What an endpoint of a file has besides its settings."""
 
 
@@ -55,8 +55,8 @@ class DeclaredEndpoint:
     """Where it begins, if it is new: it gets events from there on first."""
     secret: GivenSecret | None = None
     """Its signing secret; None: the current one stays, or one is generated."""
-    paused: bool = False
-    """Whether it begins paused, if it is new."""
+    disabled: bool = False
+    """Whether it begins disabled, if it is new."""
 
     def merge_over(self, current: EndpointSettings | None) -> EndpointSettings:
         """The declared settings with the current values of `kept_headers`.
@@ -95,16 +95,20 @@ def parse_file(document: object) -> list[DeclaredEndpoint]:
         merged = {**defaults, **values}
         endpoint_id = _id(merged.pop("id", None), place)
         start = _start(merged.pop("from", None), place)
-        paused = merged.pop("paused", None) or False
-        if type(paused) is not bool:
-            raise UsageError(f"{place}.paused: must be true or false")
+        disabled = merged.pop("disabled", None)
+        if disabled is not None and type(disabled) is not bool:
+            raise UsageError(f"{place}.disabled: must be true or false")
+        if disabled and start is not None:
+            raise UsageError(f"{place}.disabled: gets nothing, so it cannot have from as well")
         try:
             secret = pop_secret(merged)
         except UsageError as error:
             raise UsageError(f"{place}.{error}") from None
         kept = _pop_kept_headers(merged)
         settings = _settings(merged, place)
-        declared.append(DeclaredEndpoint(place, endpoint_id, settings, kept, start, secret, paused))
+        declared.append(
+            DeclaredEndpoint(place, endpoint_id, settings, kept, start, secret, bool(disabled))
+        )
     _check_unique(declared)
     return declared
 

@@ -196,7 +196,7 @@ async def _plan_changes(
     steps: list[ApplyStep] = []
     additions: list[Addition] = []
     starts: list[tuple[UUID, FeedStart]] = []
-    paused: dict[UUID, str] = {}
+    disabled: dict[UUID, str] = {}
     updates: list[Update] = []
     writes_secrets = any(
         each.place not in matches
@@ -215,8 +215,8 @@ async def _plan_changes(
             with _prefix_errors(each.place):
                 new = plan_addition(change, its, in_use, given=each.secret)
             additions.append(new)
-            if each.paused:
-                paused[new.id] = its.name
+            if each.disabled:
+                disabled[new.id] = its.name
             if each.start is not None:
                 with _prefix_errors(each.place):
                     starts.append((new.id, await resolve_start(change.db, each.start)))
@@ -236,14 +236,14 @@ async def _plan_changes(
     add_endpoints(change, early, early=True)
     write_updates(change, updates)
     add_endpoints(change, late)
-    begun = {endpoint_id for endpoint_id, _ in starts}
+    begun = {endpoint_id for endpoint_id, _ in starts} | disabled.keys()
     replace_subscriptions(change, [each.id for each in additions if each.id not in begun])
     for endpoint_id, start in starts:
         begin_feed(change, endpoint_id, start)
-    if paused:
-        change.write(SET_STATES, list(paused), "paused", change.actor, None)
-    for endpoint_id, name in paused.items():
-        change.journal("endpoint_paused", endpoint_id, {"name": name})
+    if disabled:
+        change.write(SET_STATES, list(disabled), "disabled", change.actor, None)
+    for endpoint_id, name in disabled.items():
+        change.journal("endpoint_disabled", endpoint_id, {"name": name})
     return steps
 
 

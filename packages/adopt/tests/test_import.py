@@ -5,19 +5,25 @@ from __future__ import annotations
 import base64
 import hmac
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
 
 from outbox.core.messages.signature import parse_secret, verify
+from outbox.core.model.compat import Compat
+from outbox.errors import NotFound
 from outbox.network.egress import EgressPolicy
-from outbox_adopt.peers.document import read_records
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import states as endpoint_states
+from outbox_adopt.peers.document import SourcedRecord, read_records
 from outbox_adopt.peers.importing import import_endpoints
 from outbox_adopt.peers.translation import ImportOptions
 from tests.support import peers
 from tests.support.pypi import library
-from tests.support.relay import Network, fetchval, running
+from tests.support.ranges import sequence_all
+from tests.support.relay import Network, all_ended, fetchval, publish, running
 from tests.support.tiers import sampled
 from tests.support.waiting import until
 
@@ -25,8 +31,8 @@ if TYPE_CHECKING:
     import random
     from pathlib import Path
 
+    from outbox.core.model.endpoint_settings import EndpointSettings
     from outbox_adopt.peers.importing import ImportReport
-    from outbox_adopt.peers.record import Record
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
@@ -60,24 +66,27 @@ async def import_file(
         )
 
 
-def written(path: Path, records: list[dict[str, Any]]) -> list[Record]:
+def written(path: Path, records: list[dict[str, Any]]) -> list[SourcedRecord]:
     path.write_bytes(orjson.dumps({"version": 1, "endpoints": records}))
     return read_records(str(path))
 
 
 def svix_record(n: int, key: str, **changes: Any) -> dict[str, Any]:
-    endpoint = {**peers.SVIX_ENDPOINT, "id": f"ep_{n}", "url": f"https://svix.test/{n}", **changes}
-    application = {**peers.SVIX_APPLICATION, "uid": f"svix-{n}"}
+    parts = {name: changes.pop(name) for name in ("headers", "transformation") if name in changes}
+    own = {"id": f"ep_{n}", "uid": "billing", "url": f"https://svix.test/{n}"}
     return {
         "source": "svix",
-        "application": application,
-        "endpoint": endpoint,
+        "application": {**peers.SVIX_APPLICATION, "uid": f"svix-{n}"},
+        "endpoint": {**peers.SVIX_ENDPOINT, **own, **changes},
         "secret": {"key": key},
+        "headers": {"headers": {}, "sensitive": []},
+        "transformation": {"code": None, "enabled": False},
+        **parts,
     }
 
 
 def convoy_record(n: int, secret: str, **changes: Any) -> dict[str, Any]:
-    own = {"owner_id": f"convoy-{n}", "url": f"https://convoy.test/{n}"}
+    own = {"uid": "billing", "owner_id": f"convoy-{n}", "url": f"https://convoy.test/{n}"}
     secrets = [{"uid": "1", "value": secret, "expires_at": None}]
     endpoint = {**peers.CONVOY_ENDPOINT, **own, "secrets": secrets, **changes}
     return {"source": "convoy", "endpoint": endpoint, "subscriptions": [peers.CONVOY_SUBSCRIPTION]}
@@ -133,12 +142,12 @@ async def test_customers_accept_what_imported_endpoints_get(
     assert await fetchval(database, "SELECT count(*) FROM endpoint") == 0
     report = await import_file(database, tmp_path / "a.json", records)
     tenth = count // 10
-    assert [each.notes for each in report.endpoints] == [each.notes for each in dry.endpoints]
-    assert (report.imported, report.not_imported) == (3 * count - tenth, tenth)
-    notes = Counter(note for each in report.endpoints for note in each.notes)
-    assert notes == {
-        "paused: it was disabled; outbox endpoint resume lets it send": tenth,
-        "paused: it was paused; outbox endpoint resume lets it send": tenth,
+    assert report.endpoints == dry.endpoints
+    assert (report.added, report.not_imported) == (3 * count - tenth, tenth)
+    notes = (note for each in report.endpoints for note in (*each.notes, *each.begins_disabled))
+    assert Counter(notes) == {
+        "it was disabled": tenth,
+        "it was paused": tenth,
         "its type is aws_sqs; add the stream of a broker as an endpoint of its own": tenth,
     }
     network = Network()
@@ -164,10 +173,97 @@ async def test_an_import_that_is_repeated_changes_nothing(
     assert {each.action for each in first.endpoints} == {"add"}
     again = await import_file(database, tmp_path / "a.json", records, compat_until="2099-01-01")
     assert {each.action for each in again.endpoints} == {"keep"}
-    # What has changed there since is taken over.
+    # What has changed there since is taken over, and shown.
     records[0]["endpoint"]["url"] = "https://svix.test/elsewhere"
-    changed = await import_file(database, tmp_path / "a.json", records, compat_until="2099-01-01")
+    changed = await import_file(database, tmp_path / "a.json", records)
     assert [each.action for each in changed.endpoints] == ["change", "keep", "keep"]
+    assert changed.endpoints[0].changed == {
+        "url": ("https://svix.test/1", "https://svix.test/elsewhere")
+    }
+    assert (changed.added, changed.changed, changed.kept) == (0, 1, 2)
+
+
+async def test_what_a_record_does_not_say_stays(database: Database, tmp_path: Path) -> None:
+    """An operator has given what the other sender does not show, and changed other settings."""
+    hidden = {"headers": {"X-Env": "prod"}, "sensitive": ["Authorization"]}
+    records = [
+        svix_record(1, peers.SVIX_KEY, headers=hidden),
+        outpost_record(2, "whse***************"),
+    ]
+    first = await import_file(database, tmp_path / "a.json", records)
+    assert [len(each.begins_disabled) for each in first.endpoints] == [1, 1]
+    assert await fetchval(database, STATES) == "disabled 2"
+
+    def completed(settings: EndpointSettings) -> EndpointSettings:
+        given = {"headers": {**settings.headers, "Authorization": "Bearer 4711"}, "lanes": 2}
+        if settings.tenant == "svix-1":
+            return replace(settings, contact="ops@svix.test", **given)
+        compat = Compat(preset="outpost", secret=peers.SVIX_KEY)
+        return replace(settings, compat=compat, **given)
+
+    async with database.at_hand() as db:
+        for name in ("svix-1.billing", "outpost-2.des_2"):
+            await endpoint_changes.update_endpoint(db, "relay", name, completed, actor="test")
+            await endpoint_states.enable_endpoint(db, "relay", name, actor="test")
+    again = await import_file(database, tmp_path / "a.json", records)
+    assert [(e.action, e.begins_disabled) for e in again.endpoints] == [("keep", ())] * 2
+    assert await fetchval(database, STATES) == "active 2"
+    kept = """
+        SELECT array_agg(headers::text || lanes || coalesce(contact, '') ORDER BY name)
+          FROM endpoint"""
+    assert await fetchval(database, kept) == [
+        '{"X-Env": "prod", "Authorization": "Bearer 4711"}2ops@svix.test'
+        if each == "svix"
+        else '{"Authorization": "Bearer 4711"}2'
+        for each in ("outpost", "svix")
+    ]
+    assert await fetchval(database, "SELECT count(*) FROM endpoint_secret WHERE compat") == 2
+
+
+async def test_one_that_begins_disabled_gets_nothing_until_it_is_enabled(
+    database: Database, tmp_path: Path
+) -> None:
+    await import_file(
+        database, tmp_path / "a.json", [svix_record(1, peers.SVIX_KEY, disabled=True)]
+    )
+    network = Network()
+    async with running(database, network):
+        await publish(database, 1, type="a.b", tenant="svix-1")
+        await all_ended(database)
+        async with database.at_hand() as db:
+            await endpoint_states.enable_endpoint(db, "relay", "svix-1.billing", actor="test")
+        await publish(database, 2, type="a.b", tenant="svix-1")
+        await all_ended(database)
+    assert [sent.body for sent in network.accepted] == [2]
+
+
+async def test_what_waits_for_the_recorder_does_not_go_to_the_customer(
+    database: Database, tmp_path: Path
+) -> None:
+    records, to = [svix_record(1, peers.SVIX_KEY)], "http://127.0.0.1:9300/ours/"
+    path = tmp_path / "a.json"
+    (there,) = (await import_file(database, path, records, to=to)).endpoints
+    assert there.action == "add"
+    url = "SELECT url || ' ' || allow_networks::text FROM endpoint"
+    recorder = "http://127.0.0.1:9300/ours/svix-1.billing {127.0.0.1/32}"
+    assert await fetchval(database, url) == recorder
+    await publish(database, 1, type="a.b", tenant="svix-1")
+    async with database.at_hand() as db:
+        await sequence_all(database)
+        (refused,) = (await import_file(database, path, records)).endpoints
+        assert refused.action == "not imported"
+        assert (
+            "1 delivery for http://127.0.0.1:9300/ours/svix-1.billing would go to"
+            in refused.notes[0]
+        )
+        assert await fetchval(database, url) == recorder
+        await db.execute(
+            "UPDATE relay.lane_progress SET acked_seq = 1 WHERE lane_id IN "
+            "(SELECT lane_id FROM relay.lane_counter WHERE last_seq = 1)"
+        )
+    (switched,) = (await import_file(database, path, records)).endpoints
+    assert switched.action == "change"
+    assert await fetchval(database, url) == "https://svix.test/1 {}"
 
 
 async def test_one_that_is_impossible_here_does_not_keep_the_others_out(
@@ -187,7 +283,48 @@ async def test_one_that_is_impossible_here_does_not_keep_the_others_out(
     assert await fetchval(database, STATES) == "active 1"
 
 
-async def test_endpoints_of_one_name_are_numbered(database: Database, tmp_path: Path) -> None:
-    records = [convoy_record(1, "a", uid="1"), convoy_record(1, "b", uid="2")]
+async def test_records_of_one_name_are_refused_whatever_their_order(
+    database: Database, tmp_path: Path
+) -> None:
+    """A number would give one customer the endpoint of another, once the order changes."""
+    records = [svix_record(1, peers.SVIX_KEY), svix_record(1, peers.SVIX_KEY)]
+    (refused,) = (await import_file(database, tmp_path / "a.json", records)).endpoints
+    assert (refused.name, refused.action) == ("svix-1.billing", "not imported")
+    assert refused.notes == ("endpoints[1] has the same name",)
+
+
+async def test_an_endpoint_of_another_tenant_is_not_taken_over(
+    database: Database, tmp_path: Path
+) -> None:
+    """The tenant a and its endpoint b.c have the name of the tenant a.b and its endpoint c."""
+    records = [svix_record(1, peers.SVIX_KEY)]
+    await import_file(database, tmp_path / "a.json", records)
+    records[0]["application"]["uid"], records[0]["endpoint"]["uid"] = "svix-1.billing", "x"
+    await fetchval(database, "UPDATE endpoint SET name = 'svix-1.billing.x'")
+    (refused,) = (await import_file(database, tmp_path / "a.json", records)).endpoints
+    assert refused.notes == ("an endpoint here has its name, and another tenant",)
+
+
+async def test_only_some_are_imported_by_name(database: Database, tmp_path: Path) -> None:
+    """Others, and those that are impossible here, are not looked at."""
+    changed = svix_record(2, peers.SVIX_KEY, transformation={"enabled": True})
+    records = [svix_record(1, peers.SVIX_KEY), changed]
+    path = tmp_path / "a.json"
+    report = await import_file(database, path, records, only=("svix-1.billing",))
+    assert (report.added, report.not_imported) == (1, 0)
+    report = await import_file(database, path, records, only=("svix-2.billing",))
+    assert "transformation" in report.endpoints[0].notes[0]
+    with pytest.raises(NotFound, match=r'"svix-2.biling"|did you mean "svix-2.billing"'):
+        await import_file(database, path, records, only=("svix-2.biling",))
+
+
+async def test_one_that_cannot_change_now_does_not_keep_the_others_out(
+    database: Database, tmp_path: Path
+) -> None:
+    records = [svix_record(n, peers.SVIX_KEY) for n in (1, 2)]
+    await import_file(database, tmp_path / "a.json", records)
+    await fetchval(database, "UPDATE endpoint SET state = 'removing' WHERE tenant = 'svix-1'")
+    for each in records:
+        each["endpoint"]["throttleRate"] = 5
     report = await import_file(database, tmp_path / "a.json", records)
-    assert [each.name for each in report.endpoints] == ["convoy-1.billing", "convoy-1.billing-2"]
+    assert [each.action for each in report.endpoints] == ["not imported", "change"]

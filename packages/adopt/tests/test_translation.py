@@ -51,12 +51,22 @@ def translate(source: str, options: ImportOptions = OPTIONS, **members: Any) -> 
     return SOURCES[source].translate(Record(members, "endpoints[0]"), options)
 
 
+def complete(**changes: Any) -> dict[str, Any]:
+    """A record of Svix with all that its API says."""
+    parts: dict[str, Any] = {
+        "application": SVIX_APPLICATION,
+        "endpoint": SVIX_ENDPOINT,
+        "secret": {"key": SVIX_KEY},
+        "headers": {"headers": {}, "sensitive": []},
+        "transformation": {"code": None, "enabled": False},
+    }
+    return parts | changes
+
+
 def svix(options: ImportOptions = OPTIONS, **changes: Any) -> Translation:
-    members: dict[str, Any] = {"application": SVIX_APPLICATION, "secret": {"key": SVIX_KEY}}
-    for name in ("headers", "secret", "transformation"):
-        if name in changes:
-            members[name] = changes.pop(name)
-    return translate("svix", options, endpoint={**SVIX_ENDPOINT, **changes}, **members)
+    names = ("application", "headers", "secret", "transformation")
+    members = {name: changes.pop(name) for name in names if name in changes}
+    return translate("svix", options, **complete(endpoint={**SVIX_ENDPOINT, **changes}, **members))
 
 
 def convoy(options: ImportOptions = OPTIONS, **changes: Any) -> Translation:
@@ -103,13 +113,13 @@ def test_a_type_that_cannot_be_published_here_is_left_out_with_a_note() -> None:
         svix(filterTypes=["..."])
 
 
-def test_headers_that_svix_does_not_show_pause_the_endpoint() -> None:
+def test_headers_that_svix_does_not_show_disable_the_endpoint() -> None:
     made = svix(headers={"headers": {"X-Env": "prod"}, "sensitive": ["Authorization"]})
     assert made.values["headers"] == {"X-Env": "prod"}
-    assert made.values["paused"]
-    assert made.notes == [
-        "paused: Svix does not show the values of its headers Authorization; set them with "
-        "outbox endpoint update --header"
+    assert made.hidden_headers == ["Authorization"]
+    assert made.begins_disabled == [
+        "Svix does not show the values of its headers Authorization; set them with outbox "
+        "endpoint update --headers-file"
     ]
 
 
@@ -131,13 +141,18 @@ def test_an_ed25519_key_has_no_second_signature() -> None:
     made = svix(secret={"key": "whsk_" + "A" * 86 + "=="})
     assert "compat" not in made.values
     assert made.values["secret"].startswith("whsk_")
-    assert len(made.notes) == 1
+    assert len(made.begins_disabled) == 1
 
 
-def test_a_disabled_endpoint_begins_paused() -> None:
-    made = svix(disabled=True)
-    assert made.values["paused"]
-    assert made.notes == ["paused: it was disabled; outbox endpoint resume lets it send"]
+def test_a_disabled_endpoint_begins_disabled() -> None:
+    assert svix(disabled=True).begins_disabled == ["it was disabled"]
+
+
+@pytest.mark.parametrize("part", ["application", "secret", "headers", "transformation"])
+def test_a_part_that_was_not_collected_is_refused(part: str) -> None:
+    """A script that met an error would lose a header or a transformation unseen."""
+    with pytest.raises(UsageError, match=rf"{part}: is missing; was all of it collected\?"):
+        svix(**{part: None})
 
 
 # ---------------------------------------------------------------------- Convoy
@@ -147,8 +162,8 @@ def test_an_endpoint_of_convoy_has_its_subscriptions_and_its_login() -> None:
     key = {"header_name": "X-Api-Key", "header_value": "4711"}
     made = convoy(
         subscriptions=[
-            {"filter_config": {"event_types": ["invoice.paid"]}},
-            {"filter_config": {"event_types": ["user.created", "invoice.paid"]}},
+            {"filter_config": {"event_types": ["invoice.paid"]}, "filters": []},
+            {"filter_config": {"event_types": ["user.created", "invoice.paid"]}, "filters": []},
         ],
         authentication={"type": "api_key", "api_key": key},
         rate_limit=600,
@@ -156,7 +171,7 @@ def test_an_endpoint_of_convoy_has_its_subscriptions_and_its_login() -> None:
     )
     assert made.values == {
         **EVERY_SOURCE,
-        "name": "acme.billing",
+        "name": "acme.01H3FRSZYKNYWGPVV46RN98PM5",
         "url": "https://acme.example/convoy",
         "tenant": "acme",
         "types": ["invoice.paid", "user.created"],
@@ -190,22 +205,46 @@ def test_a_project_may_sign_with_another_header_and_encoding() -> None:
 
 
 def test_filters_functions_and_missing_subscriptions_of_convoy_are_refused() -> None:
+    condition = {"total": {"$gte": 5}}
+    empty = {"uid": "1", "event_type": "*", "body": {}, "headers": {}, "query": {}, "path": {}}
+    assert convoy(subscriptions=[{"filters": [empty]}]).values["types"] == ["**"]
     for each, reason in (
-        ({"filter_config": {"filter": {"body": {"total": {"$gte": 5}}}}}, "a filter"),
-        ({"function": "function transform(p) {}"}, "a function"),
+        ({"filter_config": {"filter": {"body": condition}}, "filters": []}, "a filter"),
+        ({"filter_config": {"filter": {"query": condition}}, "filters": []}, "a filter"),
+        ({"filters": [empty, {**empty, "path": condition}]}, "a filter"),
+        ({"function": "function transform(p) {}", "filters": []}, "a function"),
     ):
         with pytest.raises(NotImported, match=reason):
             convoy(subscriptions=[each])
     with pytest.raises(NotImported, match="no subscription"):
         convoy(subscriptions=[])
+    with pytest.raises(UsageError, match=r"subscriptions\[0\]\.filters: is missing"):
+        convoy(subscriptions=[{}])
 
 
-def test_a_basic_login_is_a_header_and_oauth2_pauses() -> None:
+def test_an_endpoint_without_an_owner_is_refused() -> None:
+    """It would get what all others without an owner get."""
+    with pytest.raises(NotImported, match="no owner_id"):
+        convoy(owner_id=None)
+
+
+def test_a_pattern_of_another_sender_is_refused() -> None:
+    subscription = {"filter_config": {"event_types": ["invoice.*"]}, "filters": []}
+    with pytest.raises(NotImported, match=r"invoice\.\* is a pattern"):
+        convoy(subscriptions=[subscription])
+    with pytest.raises(NotImported, match=r"invoice\.\* is a pattern"):
+        outpost(topics=["invoice.*"])
+
+
+def test_operational_events_are_no_types_of_customers() -> None:
+    assert svix(filterTypes=["outbox.endpoint.failing", "a"]).values["types"] == ["a"]
+
+
+def test_a_basic_login_is_a_header_and_oauth2_disables() -> None:
     basic = {"type": "basic_auth", "basic_auth": {"username": "a", "password": "b"}}
     assert convoy(authentication=basic).values["headers"] == {"Authorization": "Basic YTpi"}
     made = convoy(authentication={"type": "oauth2", "oauth2": {}})
-    assert made.values["paused"]
-    assert made.notes == ["paused: it logs in with oauth2, which outbox cannot"]
+    assert made.begins_disabled == ["it logs in with oauth2, which outbox cannot"]
 
 
 def test_the_secret_that_stays_signs_for_convoy() -> None:
@@ -214,7 +253,7 @@ def test_the_secret_that_stays_signs_for_convoy() -> None:
     assert made.values["compat"]["secret"] == "new"
     assert made.notes == ["older secrets do not sign any more"]
     made = convoy(secrets=[])
-    assert made.values["paused"]
+    assert made.begins_disabled
     assert "compat" not in made.values
 
 
@@ -243,9 +282,9 @@ def test_all_topics_are_every_type() -> None:
     assert outpost(topics=["*"]).values["types"] == ["**"]
 
 
-def test_what_only_an_api_key_may_see_pauses_the_destination() -> None:
+def test_what_only_an_api_key_may_see_disables_the_destination() -> None:
     made = outpost(credentials={"secret": "whse****************"})
-    assert made.values["paused"]
+    assert made.begins_disabled
     assert "compat" not in made.values
 
 
@@ -300,6 +339,10 @@ def test_a_row_of_a_table_has_settings_headers_and_a_signature() -> None:
             '{"version": 1, "endpoints": [{"source": "svix", "endpoints": {}}]}',
             r'endpoints\[0\]: has no member "endpoints"; there are application, endpoint',
         ),
+        ("a.json", '{"version": 1, "endpoints": []}', "endpoints: has none; was all of it"),
+        ("a.csv", "name,url\n", "the table has no endpoint"),
+        ("a.csv", "name;url\na;b\n", "the first line: has no column name; columns are"),
+        ("a.csv", "name,url,types,types\n", "the first line: has the column types twice"),
         ("a.csv", "name,url\na\n", "line 2: has another number of cells than the first line"),
         ("a.csv", 'name,url\na,"b\n', "line 2: unexpected end of data"),
     ],
@@ -319,19 +362,19 @@ def test_a_file_that_is_none_is_refused_in_one_line(
         ({"endpoint": {"id": "ep_1"}}, r"endpoints\[0\]\.endpoint\.url: is missing"),
         (
             {"endpoint": {"id": "ep_1", "url": 5}},
-            r"endpoints\[0\]\.endpoint\.url: must be a text, not 5",
+            r"endpoints\[0\]\.endpoint\.url: must be a text$",
         ),
         (
             {"endpoint": {"id": "ep_1", "url": "https://a.test/", "filterTypes": [1]}},
-            r"endpoints\[0\]\.endpoint\.filterTypes\[0\]: must be a text, not 1",
+            r"endpoints\[0\]\.endpoint\.filterTypes\[0\]: must be a text$",
         ),
         (
             {"endpoint": {"id": "ep_1", "url": "https://a.test/", "rateLimit": "9"}},
-            r"endpoints\[0\]\.endpoint\.rateLimit: must be a number, not '9'",
+            r"endpoints\[0\]\.endpoint\.rateLimit: must be a number$",
         ),
         (
             {"endpoint": {"id": "ep_1", "url": "https://a.test/", "disabled": "no"}},
-            r"endpoints\[0\]\.endpoint\.disabled: must be true or false, not 'no'",
+            r"endpoints\[0\]\.endpoint\.disabled: must be true or false$",
         ),
     ],
 )
@@ -339,7 +382,7 @@ def test_a_record_that_is_none_is_refused_with_its_place(
     members: dict[str, Any], error: str
 ) -> None:
     with pytest.raises(UsageError, match=f"^{error}") as raised:
-        translate("svix", secret={"key": SVIX_KEY}, **members)
+        translate("svix", **complete(**members))
     assert not isinstance(raised.value, NotImported)
 
 
@@ -379,15 +422,19 @@ def test_one_member_of_another_kind_is_translated_or_refused(
 def test_a_column_that_is_none_is_refused() -> None:
     with pytest.raises(UsageError, match='there is no column "urls"; did you mean "url"'):
         translate("csv", name="a", urls="https://a.test/")
+    with pytest.raises(UsageError, match='there is no column "headers"'):
+        translate("csv", name="a", headers="x: y")
+    with pytest.raises(UsageError, match="compat_secret needs the column compat as well"):
+        translate("csv", name="a", compat_secret="hunter2")  # noqa: S106  no secret
 
 
 def test_a_file_of_records_is_read_with_their_places(tmp_path: Path) -> None:
     document = {"version": 1, "endpoints": [{"source": "svix"}, {"source": "csv", "name": "a"}]}
     (tmp_path / "a.json").write_bytes(orjson.dumps(document))
-    assert [each.place for each in read_records(str(tmp_path / "a.json"))] == [
-        "endpoints[0]",
-        "endpoints[1]",
-    ]
-    (tmp_path / "a.csv").write_text("name,url\na,https://a.test/\n")
-    (row,) = read_records(str(tmp_path / "a.csv"))
-    assert (row.place, row.values["source"], row.values["name"]) == ("line 2", "csv", "a")
+    records = read_records(str(tmp_path / "a.json"))
+    assert [each.record.place for each in records] == ["endpoints[0]", "endpoints[1]"]
+    # Some spreadsheets begin a file with a mark.
+    (tmp_path / "a.csv").write_text("\ufeffname,url\na,https://a.test/\n")
+    ((source, row),) = read_records(str(tmp_path / "a.csv"))
+    assert (source, row.place) == (SOURCES["csv"], "line 2")
+    assert row.values == {"name": "a", "url": "https://a.test/"}

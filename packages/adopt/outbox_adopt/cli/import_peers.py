@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from outbox.cli.common import actor, print_result, run_operation
-from outbox.cli.output import echo, style
+from outbox.cli.output import echo, print_changed, style
 from outbox.core.model.text import count
 from outbox.destinations.endpoint_validation import policy_of
 from outbox.errors import UsageError
@@ -26,15 +26,24 @@ _COLOURS = {"add": "green", "change": "yellow", "keep": None, "not imported": "r
 
 def _show(report: ImportReport) -> None:
     for each in report.endpoints:
-        line = f"{_SIGNS[each.action]} {each.name or each.place}"
+        line = f"{_SIGNS[each.action]} {each.name}"
         echo(style(line, fg=_COLOURS[each.action]))
+        for reason in each.begins_disabled:
+            echo(f"    disabled: {reason}")
         for note in each.notes:
-            echo(f"    {note}")
-    imported = count(report.imported, "endpoint")
-    if report.dry_run:
-        echo(f"{imported} would be imported; nothing was changed")
-    else:
-        echo(f"{imported} imported")
+            echo(f"    {note}" if each.action != "not imported" else f"    {each.place}: {note}")
+        print_changed(each.changed, indent=4)
+    counts = [
+        f"{n} {done}"
+        for n, done in (
+            (report.added, "added"),
+            (report.changed, "changed"),
+            (report.kept, "as it was"),
+        )
+        if n
+    ]
+    done = ", ".join(counts) or "none"
+    echo(f"would be {done}; nothing was changed" if report.dry_run else done)
     if report.not_imported:
         echo(f"{count(report.not_imported, 'record')} not imported")
 
@@ -59,6 +68,10 @@ Examples:
   outbox endpoint import svix.json --compat-until 2027-06-30
   outbox endpoint import svix.json --to http://127.0.0.1:9300/ours
   outbox endpoint import svix.json --only acme.billing
+
+\b
+What is printed:
+  + added   ~ changed   = as it was   ! not imported, with the reason
 
 Exit code 1 means that a record was not imported; the others were.
 """,
@@ -105,11 +118,12 @@ def command(
     Customers notice nothing: requests have the payload as their body, and carry the signature of
     the other sender, with the secret that the customer has, beside that of Standard Webhooks.
     What could not be carried over is listed for each endpoint. One that would fail until it
-    gets what is missing, or that was disabled, begins paused. One that would get more than it
-    did is not imported.
+    gets what is missing, or that was disabled, begins disabled: outbox endpoint enable. One
+    that would get more than it did is not imported.
 
-    An endpoint that is here already gets what the file says, so that an import can be
-    repeated until the other sender is turned off; its state stays.
+    An endpoint that is here already gets what its record says, so that an import can be
+    repeated until the other sender is turned off. What the record does not say, and its
+    state, stay.
     """
     if no_compat and compat_until is not None:
         raise UsageError("--no-compat and --compat-until exclude each other")

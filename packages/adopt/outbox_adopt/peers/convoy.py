@@ -3,7 +3,8 @@
 A record has the responses to these requests, or what they list of one endpoint:
 
     endpoint       GET /api/v1/projects/PROJECT/endpoints/ENDPOINT, its `data`
-    subscriptions  GET /api/v1/projects/PROJECT/subscriptions?endpointId=ENDPOINT, `data.content`
+    subscriptions  GET /api/v1/projects/PROJECT/subscriptions?endpointId=ENDPOINT, `data.content`;
+                   each with `filters`, GET /api/v1/projects/PROJECT/subscriptions/ID/filters
     signature      the project's signature configuration: its `header` and its `versions`, each
                    with `hash` and `encoding`
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 MEMBERS = ("endpoint", "subscriptions", "signature")
 ALL = "*"
 HASH = "SHA256"
+FILTER_FACTS = ("uid", "subscription_id", "event_type", "created_at", "updated_at", "deleted_at")
+"""Members of a filter that are no condition."""
 
 
 def translate(record: Record, options: ImportOptions) -> Translation:
@@ -43,10 +46,14 @@ def translate(record: Record, options: ImportOptions) -> Translation:
             sign with SHA256.
         UsageError: the record is not as it should be.
     """
-    endpoint = record.object("endpoint")
+    endpoint = record.collected("endpoint")
     tenant = endpoint.text("owner_id")
-    name = endpoint_name(tenant, endpoint.text("name") or endpoint.required("uid"))
-    made = Translation(settings_of(name, endpoint.required("url"), tenant))
+    if tenant is None:
+        raise NotImported(
+            "it has no owner_id, which is the tenant here; it would get what all others without "
+            "one get"
+        )
+    made = Translation(settings_of(name_of(record), endpoint.required("url"), tenant))
     made.set_types(_types(record.objects("subscriptions")))
     if rate := endpoint.number("rate_limit"):
         made.values["rate"] = rate / (_seconds(endpoint, "rate_limit_duration") or 1.0)
@@ -59,8 +66,14 @@ def translate(record: Record, options: ImportOptions) -> Translation:
     _sign(made, record, options)
     _log_in(made, endpoint.object("authentication"))
     if (status := endpoint.text("status")) in ("inactive", "paused"):
-        made.pause(f"it was {status}; outbox endpoint resume lets it send")
+        made.begin_disabled(f"it was {status}")
     return made
+
+
+def name_of(record: Record) -> str:
+    """The name of an endpoint here; several of Convoy may have one name."""
+    endpoint = record.collected("endpoint")
+    return endpoint_name(endpoint.text("owner_id"), endpoint.required("uid"))
 
 
 def _types(subscriptions: list[Record]) -> list[str]:
@@ -68,8 +81,18 @@ def _types(subscriptions: list[Record]) -> list[str]:
     types: list[str] = []
     for each in subscriptions:
         config = each.object("filter_config")
-        condition = config.object("filter")
-        if condition.object("body").values or condition.object("headers").values:
+        if "filters" not in each.values:
+            raise UsageError(f"{each.place}.filters: is missing; was all of it collected?")
+        conditions = [
+            *config.object("filter").values.values(),
+            *(
+                value
+                for found in each.objects("filters")
+                for name, value in found.values.items()
+                if name not in FILTER_FACTS
+            ),
+        ]
+        if any(conditions):
             raise NotImported(
                 "a subscription has a filter; add the endpoint with --filter, in SQL/JSON path"
             )
@@ -87,7 +110,7 @@ def _sign(made: Translation, record: Record, options: ImportOptions) -> None:
     secrets = [each for each in endpoint.objects("secrets") if not each.text("expires_at")]
     value = secrets[-1].text("value") if secrets else None
     if value is None:
-        made.pause("its secret is missing; give it with outbox endpoint update --compat")
+        made.begin_disabled("its secret is not shown; give it with outbox endpoint update --compat")
         return
     if len(endpoint.objects("secrets")) > 1:
         made.notes.append("older secrets do not sign any more")
@@ -117,7 +140,7 @@ def _log_in(made: Translation, authentication: Record) -> None:
             pair = f"{basic.required('username')}:{basic.required('password')}"
             headers = {"Authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
         case other:
-            made.pause(f"it logs in with {other}, which outbox cannot")
+            made.begin_disabled(f"it logs in with {other}, which outbox cannot")
             return
     made.values["headers"] = headers
 

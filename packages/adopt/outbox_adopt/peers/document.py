@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,20 +34,28 @@ IMPORT_BYTES_MAX = 64 * 1024 * 1024
 class Source(NamedTuple):
     """Where endpoints come from."""
 
+    name_of: Callable[[Record], str]
     translate: Callable[[Record, ImportOptions], Translation]
     members: Sequence[str]
     """The members of its records; empty: the translator knows."""
 
 
 SOURCES = {
-    "svix": Source(svix.translate, svix.MEMBERS),
-    "convoy": Source(convoy.translate, convoy.MEMBERS),
-    "outpost": Source(outpost.translate, outpost.MEMBERS),
-    "csv": Source(table.translate, ()),
+    "svix": Source(svix.name_of, svix.translate, svix.MEMBERS),
+    "convoy": Source(convoy.name_of, convoy.translate, convoy.MEMBERS),
+    "outpost": Source(outpost.name_of, outpost.translate, outpost.MEMBERS),
+    "csv": Source(table.name_of, table.translate, ()),
 }
 
 
-def read_records(path: str) -> list[Record]:
+class SourcedRecord(NamedTuple):
+    """A record with what it is."""
+
+    source: Source
+    record: Record
+
+
+def read_records(path: str) -> list[SourcedRecord]:
     """The records of a file.
 
     Raises:
@@ -58,31 +67,46 @@ def read_records(path: str) -> list[Record]:
     if file.values.get("version") != VERSION:
         found = quoted(file.values.get("version"))
         raise UsageError(f"version: must be {VERSION}, not {found}")
-    records = [
-        Record(each.values, f"endpoints[{n}]") for n, each in enumerate(file.objects("endpoints"))
-    ]
-    for each in records:
-        source = SOURCES.get(each.required("source"))
-        if source is None:
-            raise UsageError(f"{each.place}.source: must be one of {', '.join(SOURCES)}")
-        known = ("source", *source.members) if source.members else each.values
-        for name in each.values:
-            if name not in known:
-                there = ", ".join(source.members)
-                found = truncate(name)
-                raise UsageError(f'{each.place}: has no member "{found}"; there are {there}')
+    records = [_sourced(n, each.values) for n, each in enumerate(file.objects("endpoints"))]
+    if not records:
+        raise UsageError("endpoints: has none; was all of it collected?")
     return records
 
 
-def _read_table(path: str) -> list[Record]:
-    rows = csv.DictReader(io.StringIO(read_text(path, IMPORT_BYTES_MAX)), strict=True)
+def _sourced(number: int, values: object) -> SourcedRecord:
+    record = Record(values, f"endpoints[{number}]")
+    source = SOURCES.get(record.required("source"))
+    if source is None:
+        raise UsageError(f"{record.place}.source: must be one of {', '.join(SOURCES)}")
+    rest = {name: value for name, value in record.values.items() if name != "source"}
+    for name in rest if source.members else ():
+        if name not in source.members:
+            there, found = ", ".join(source.members), truncate(name)
+            raise UsageError(f'{record.place}: has no member "{found}"; there are {there}')
+    return SourcedRecord(source, Record(rest, record.place))
+
+
+def _read_table(path: str) -> list[SourcedRecord]:
+    # Spreadsheets begin a file with a mark of its encoding.
+    text = read_text(path, IMPORT_BYTES_MAX).removeprefix("\ufeff")
+    rows = csv.DictReader(io.StringIO(text), strict=True)
     records = []
     try:
+        columns = rows.fieldnames or ()
+        for name in ("name", "url"):
+            if name not in columns:
+                raise UsageError(
+                    f"the first line: has no column {name}; columns are separated by commas"
+                )
+        if twice := [each for each, times in Counter(columns).items() if times > 1]:
+            raise UsageError(f"the first line: has the column {twice[0]} twice")
         for row in rows:
             place = f"line {rows.line_num}"
             if None in row or None in row.values():
                 raise UsageError(f"{place}: has another number of cells than the first line")
-            records.append(Record({**row, "source": "csv"}, place))
+            records.append(SourcedRecord(SOURCES["csv"], Record(row, place)))
     except csv.Error as error:
         raise UsageError(f"line {rows.reader.line_num}: {error}") from None
+    if not records:
+        raise UsageError("the table has no endpoint")
     return records

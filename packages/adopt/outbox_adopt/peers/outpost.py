@@ -39,9 +39,7 @@ def translate(record: Record, options: ImportOptions) -> Translation:
         NotImported: it is not a webhook, or has a filter.
         UsageError: the record is not as it should be.
     """
-    destination = record.object("destination")
-    tenant = destination.text("tenant_id") or record.required("tenant_id")
-    name = endpoint_name(tenant, destination.required("id"))
+    destination = record.collected("destination")
     kind = destination.required("type")
     if kind != "webhook":
         raise NotImported(
@@ -50,20 +48,31 @@ def translate(record: Record, options: ImportOptions) -> Translation:
     if destination.object("filter").values:
         raise NotImported("it has a filter; add the endpoint with --filter, in SQL/JSON path")
     config = destination.object("config")
-    made = Translation(settings_of(name, config.required("url"), tenant))
+    made = Translation(settings_of(name_of(record), config.required("url"), _tenant_of(record)))
     topics = destination.texts("topics")
     made.set_types([] if ALL in topics else topics)
     _sign(made, destination.object("credentials"), options)
     _send_headers(made, config)
+    if destination.object("delivery_metadata").values:
+        made.notes.append("its delivery_metadata is not sent")
     if destination.text("disabled_at"):
-        made.pause("it was disabled; outbox endpoint resume lets it send")
+        made.begin_disabled("it was disabled")
     return made
+
+
+def name_of(record: Record) -> str:
+    """The name of a destination here."""
+    return endpoint_name(_tenant_of(record), record.collected("destination").required("id"))
+
+
+def _tenant_of(record: Record) -> str:
+    return record.collected("destination").text("tenant_id") or record.required("tenant_id")
 
 
 def _sign(made: Translation, credentials: Record, options: ImportOptions) -> None:
     secret = credentials.text("secret")
     if secret is None or _HIDDEN.fullmatch(secret):
-        made.pause("its secret is not shown; give it with outbox endpoint update --compat")
+        made.begin_disabled("its secret is not shown; give it with outbox endpoint update --compat")
         return
     if credentials.text("previous_secret"):
         made.notes.append("its previous secret does not sign any more")

@@ -1,10 +1,12 @@
-"""The members of a record, which must be what the other sender's API documents."""
+"""The members of a record, which must be what the other sender's API documents.
+
+A message never contains a value, which may be a secret.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from outbox.core.model.text import quoted
 from outbox.errors import UsageError
 
 
@@ -19,7 +21,7 @@ class Record:
     """
 
     def __init__(self, values: object, place: str) -> None:
-        if not isinstance(values, dict):
+        if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
             raise UsageError(f"{place}: must be an object")
         self.values = values
         self.place = place
@@ -37,8 +39,14 @@ class Record:
         """A member that is a text; None: it is missing, null or empty."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, str):
-            raise UsageError(f"{self._at(name)}: must be a text, not {quoted(value)}")
+            raise UsageError(f"{self._at(name)}: must be a text")
         return value or None
+
+    def collected(self, name: str) -> Record:
+        """An object that must be there, because what it has must not be lost unseen."""
+        if self.values.get(name) is None:
+            raise UsageError(f"{self._at(name)}: is missing; was all of it collected?")
+        return self.object(name)
 
     def required(self, name: str) -> str:
         """A text that must be there."""
@@ -52,21 +60,21 @@ class Record:
         found = self._list(name)
         for n, each in enumerate(found):
             if not isinstance(each, str):
-                raise UsageError(f"{self._at(name)}[{n}]: must be a text, not {quoted(each)}")
+                raise UsageError(f"{self._at(name)}[{n}]: must be a text")
         return found
 
     def number(self, name: str) -> float | None:
         """A member that is a number; None: it is missing, null or zero."""
         value = self.values.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise UsageError(f"{self._at(name)}: must be a number, not {quoted(value)}")
+            raise UsageError(f"{self._at(name)}: must be a number")
         return value or None
 
     def flag(self, name: str) -> bool:
         """A member that is true or false; false if it is missing."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
-            raise UsageError(f"{self._at(name)}: must be true or false, not {quoted(value)}")
+            raise UsageError(f"{self._at(name)}: must be true or false")
         return bool(value)
 
     def headers(self, name: str) -> dict[str, str]:
@@ -77,7 +85,7 @@ class Record:
     def _list(self, name: str) -> list[Any]:
         value = self.values.get(name)
         if value is not None and not isinstance(value, list):
-            raise UsageError(f"{self._at(name)}: must be a list, not {quoted(value)}")
+            raise UsageError(f"{self._at(name)}: must be a list")
         return value or []
 
     def _at(self, name: str) -> str:

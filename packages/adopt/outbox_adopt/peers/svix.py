@@ -40,22 +40,31 @@ def translate(record: Record, options: ImportOptions) -> Translation:
             be told from the payload.
         UsageError: the record is not as it should be.
     """
-    application, endpoint = record.object("application"), record.object("endpoint")
-    tenant = application.text("uid") or application.text("id")
-    name = endpoint_name(tenant, endpoint.text("uid") or endpoint.required("id"))
-    if record.object("transformation").flag("enabled"):
+    endpoint = record.collected("endpoint")
+    if record.collected("transformation").flag("enabled"):
         raise NotImported("it has a transformation, and outbox sends payloads as they are")
-    made = Translation(settings_of(name, endpoint.required("url"), tenant))
+    made = Translation(settings_of(name_of(record), endpoint.required("url"), _tenant_of(record)))
     made.set_types(endpoint.texts("filterTypes"))
     if channels := endpoint.texts("channels"):
         made.values["filter"] = _filter_of(channels, options)
     if rate := endpoint.number("throttleRate") or endpoint.number("rateLimit"):
         made.values["rate"] = rate
-    _sign(made, record.object("secret").text("key"), options)
-    _send_headers(made, record.object("headers"))
+    _sign(made, record.collected("secret").required("key"), options)
+    _send_headers(made, record.collected("headers"))
     if endpoint.flag("disabled"):
-        made.pause("it was disabled; outbox endpoint resume lets it send")
+        made.begin_disabled("it was disabled")
     return made
+
+
+def name_of(record: Record) -> str:
+    """The name of an endpoint here."""
+    endpoint = record.collected("endpoint")
+    return endpoint_name(_tenant_of(record), endpoint.text("uid") or endpoint.required("id"))
+
+
+def _tenant_of(record: Record) -> str:
+    application = record.collected("application")
+    return application.text("uid") or application.required("id")
 
 
 def _filter_of(channels: list[str], options: ImportOptions) -> str:
@@ -68,13 +77,13 @@ def _filter_of(channels: list[str], options: ImportOptions) -> str:
     return " || ".join(f"@.{member} == {orjson.dumps(each).decode()}" for each in channels)
 
 
-def _sign(made: Translation, key: str | None, options: ImportOptions) -> None:
-    if key is None:
-        made.pause("its secret is missing; give it with outbox endpoint rotate-secret")
-        return
+def _sign(made: Translation, key: str, options: ImportOptions) -> None:
     made.values["secret"] = key
     if key.startswith(PRIVATE_PREFIX):
-        made.notes.append("it signs with ed25519, which has no second signature: only webhook-*")
+        made.begin_disabled(
+            "it signs with ed25519, which has no second signature; its receiver must read the "
+            "headers webhook-*"
+        )
         return
     made.values |= {"secret_encoding": "base64"}
     made.sign_as("svix", key, options)
@@ -83,8 +92,9 @@ def _sign(made: Translation, key: str | None, options: ImportOptions) -> None:
 def _send_headers(made: Translation, headers: Record) -> None:
     if found := headers.headers("headers"):
         made.values["headers"] = found
-    if redacted := headers.texts("sensitive"):
-        made.pause(
-            f"Svix does not show the values of its headers {', '.join(redacted)}; set them with "
-            "outbox endpoint update --header"
+    made.hidden_headers = headers.texts("sensitive")
+    if made.hidden_headers:
+        made.begin_disabled(
+            f"Svix does not show the values of its headers {', '.join(made.hidden_headers)}; set "
+            "them with outbox endpoint update --headers-file"
         )

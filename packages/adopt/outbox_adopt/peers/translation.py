@@ -42,7 +42,11 @@ class Translation:
 
     values: dict[str, Any]
     notes: list[str] = field(default_factory=list)
-    """What is different here, and what to do."""
+    """What is different here."""
+    begins_disabled: list[str] = field(default_factory=list)
+    """Why a new one begins disabled, and what to do before it is enabled."""
+    hidden_headers: list[str] = field(default_factory=list)
+    """Headers of which the other sender does not show the value."""
 
     @property
     def name(self) -> str:
@@ -66,24 +70,29 @@ class Translation:
         """
         good = []
         for each in types:
+            if "*" in each:
+                raise NotImported(f"{each} is a pattern, and may mean something else here")
             try:
                 pattern.parse(each)
             except UsageError:
-                self.notes.append(f"no event here can have the type {each}; it is left out")
+                is_possible = False
             else:
+                is_possible = not each.startswith(pattern.RESERVED_PREFIX)
+            if is_possible:
                 good.append(each)
+            else:
+                self.notes.append(f"no event here can have the type {each}; it is left out")
         if types and not good:
             raise NotImported("no event here can have one of its types")
         self.values["types"] = good or [EVERY_TYPE]
 
-    def pause(self, reason: str) -> None:
-        """Let it begin paused: it would fail until a person has done something.
+    def begin_disabled(self, reason: str) -> None:
+        """Let it begin disabled: it was, or it would fail until a person has done something.
 
         Args:
             reason: ends with what to do.
         """
-        self.values["paused"] = True
-        self.notes.append(f"paused: {reason}")
+        self.begins_disabled.append(reason)
 
 
 def endpoint_name(tenant: str | None, own: str) -> str:
