@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
@@ -17,51 +16,45 @@ from outbox.store.connection.secrets import Vault
 from outbox.web.address import parse_address
 from outbox.web.loopback_hosts import is_loopback
 from outbox_adopt.cli.group import command
-from outbox_adopt.peers.comparison import Comparison, EndpointComparison, by_endpoint
-from outbox_adopt.peers.dual_run import read_checks, recording, wait
+from outbox_adopt.peers.comparison import Comparison
+from outbox_adopt.peers.dual_run import read_compared, recording, wait
 
 if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.web.address import Address
-    from outbox_adopt.peers.comparison import ComparedEvent
-    from outbox_adopt.peers.compat_check import CompatCheck
+    from outbox_adopt.peers.comparison import ComparedEvent, ComparisonReport
 
 DIFFERENCES_SHOWN_MAX = 20
-
-
-@dataclass(frozen=True, slots=True)
-class ComparisonReport:
-    """The result of a dual run."""
-
-    endpoints: tuple[EndpointComparison, ...]
-    differences: tuple[ComparedEvent, ...]
-    """Events that a customer would not get alike from both."""
-
-    @property
-    def differs(self) -> bool:
-        return not self.endpoints or any(each.differs for each in self.endpoints)
+COMPARED = "body, signature, method, content-type, configured headers, order"
+NOT_COMPARED = "path, query, other headers"
 
 
 def _show(report: ComparisonReport) -> None:
     emit_table(
         [
-            *("endpoint", "same", "other_bytes", "theirs_refused", "ours_refused"),
-            *("only_theirs", "only_ours"),
+            *("endpoint", "same", "other_bytes", "other_headers", "other_order"),
+            *("theirs_refused", "ours_refused", "only_theirs", "only_ours"),
         ],
         [
             (
-                *(each.endpoint, each.same, each.other_bytes, each.theirs_refused),
-                *(each.ours_refused, each.only_theirs, each.only_ours),
+                *(each.endpoint, each.same, each.other_bytes, each.other_headers),
+                *(each.other_order, each.theirs_refused, each.ours_refused),
+                *(each.only_theirs, each.only_ours),
             )
             for each in report.endpoints
         ],
-        "nothing was sent",
+        "no endpoint is compared",
     )
-    for each in report.differences[:DIFFERENCES_SHOWN_MAX]:
-        echo(_line(each))
-    if (more := len(report.differences) - DIFFERENCES_SHOWN_MAX) > 0:
-        echo(f"and {count(more, 'difference')} more; see --json")
-    echo("", "they differ" if report.differs else "customers cannot tell them apart")
+    for endpoint in report.endpoints:
+        if endpoint.is_silent:
+            echo(f"{style('!', fg='red')} {endpoint.endpoint}: nothing was sent")
+    for event in report.differences[:DIFFERENCES_SHOWN_MAX]:
+        echo(_line(event))
+    hidden = max(0, len(report.differences) - DIFFERENCES_SHOWN_MAX) + report.more_differences
+    if hidden:
+        echo(f"and {count(hidden, 'difference')} more; --json has {len(report.differences)}")
+    summary = "they differ" if report.differs else "no difference"
+    echo("", f"{summary}; compared: {COMPARED}; not compared: {NOT_COMPARED}")
 
 
 def _line(event: ComparedEvent) -> str:
@@ -78,13 +71,15 @@ def _describe(event: ComparedEvent) -> str:
         text
         for text, holds in (
             ("other bytes", event.same_bytes),
+            (f"other headers: {' '.join(event.other_headers)}", not event.other_headers),
+            ("other order", event.same_order),
             ("the other sender's signature is refused", event.theirs_accepted),
             ("the signature of outbox is refused", event.ours_accepted),
         )
         if not holds
     ]
     later_s = event.ours_at - event.theirs_at
-    return ", ".join(problems) or f"same bytes, both signatures accepted, ours {later_s:+.1f} s"
+    return ", ".join(problems) or f"same, both signatures accepted, ours {later_s:+.1f} s"
 
 
 @command.command(
@@ -98,7 +93,7 @@ Where the senders send for the endpoint NAME:
 Example:
   outbox adopt compare --listen 127.0.0.1:9300 --for 1h
 
-Exit code 1 means that a customer could tell the senders apart, or that nothing was sent.
+Exit code 1 means that there is a difference, or an endpoint for which nothing was sent.
 """,
 )
 @click.option(
@@ -106,31 +101,35 @@ Exit code 1 means that a customer could tell the senders apart, or that nothing 
     help="Where both senders send.",
 )  # fmt: skip
 @click.option("--for", "length", metavar="TIME", help="How long; default: until Ctrl-C.")
+@click.option(
+    "--only", metavar="NAME", multiple=True,
+    help="Compare this endpoint; repeatable; default: all with a compat signature.",
+)  # fmt: skip
 @print_result(_show, failed=lambda report: report.differs)
-def compare_command(settings: Settings, address: str, length: str | None) -> ComparisonReport:
+def compare_command(
+    settings: Settings, address: str, length: str | None, only: tuple[str, ...]
+) -> ComparisonReport:
     """Compare what another sender and outbox send, before customers get it from outbox.
 
     Both send to this command: the other sender from a second endpoint of each customer, and
-    outbox in place of the customer's URL. Every event is printed when both have sent it:
-    whether the bytes are the same, and whether a receiver with the customer's secret accepts
-    both. Nothing is stored, and no payload is printed.
+    outbox in place of the customer's URL. Every event is printed when both have sent it.
+
+    Compared are the bytes of the body, the method, content-type and the headers that the
+    endpoint configures, the order in which the endpoint's events arrive, and whether a receiver
+    with the customer's secret accepts the signature. Path, query and other headers are not
+    compared. Nothing is stored, and no payload is printed.
     """
     at = parse_address(address)
     for_s = None if length is None else duration.parse(length)
     if not is_loopback(at.host):
         warn("it listens on a non-loopback address without TLS; put a TLS proxy in front of it")
-    checks = run_operation(settings, read_checks, Vault.from_settings(settings))
-    comparison = Comparison()
-    run_async(_record(comparison, checks, at, for_s))
-    events = comparison.finish()
-    return ComparisonReport(
-        tuple(by_endpoint(events)), tuple(each for each in events if not each.is_same)
-    )
+    vault = Vault.from_settings(settings)
+    comparison = Comparison(run_operation(settings, read_compared, vault, only))
+    run_async(_record(comparison, at, for_s))
+    return comparison.finish()
 
 
-async def _record(
-    comparison: Comparison, checks: dict[str, CompatCheck], at: Address, for_s: float | None
-) -> None:
+async def _record(comparison: Comparison, at: Address, for_s: float | None) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -139,6 +138,6 @@ async def _record(
         # stdout has the report alone, which may be JSON.
         echo(_line(event), err=True)
 
-    async with recording(comparison, checks, at, show) as bound:
-        echo(f"comparing {count(len(checks), 'endpoint')} at {bound.url}", err=True)
+    async with recording(comparison, at, show) as bound:
+        echo(f"comparing {count(len(comparison.endpoints), 'endpoint')} at {bound.url}", err=True)
         await wait(stop, for_s)

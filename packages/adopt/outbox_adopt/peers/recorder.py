@@ -3,11 +3,12 @@
     POST /theirs/NAME   what the other sender sends for the endpoint NAME
     POST /ours/NAME     what outbox sends for it
 
-It accepts everything, so that no sender retries, and compares it.
+NAME is percent-encoded.  It accepts every request that it can compare, so that no sender retries.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, get_args
 
@@ -15,54 +16,71 @@ import structlog
 from aiohttp import web
 
 from outbox.core.messages.signature import ID_HEADER
-from outbox_adopt.peers.comparison import RecordedRequest, Side, hashes_of
+from outbox_adopt.peers.comparison import (
+    METHOD,
+    RecordedRequest,
+    Side,
+    TooManyUnpaired,
+    hashes_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from outbox_adopt.peers.comparison import ComparedEvent, Comparison
-    from outbox_adopt.peers.compat_check import CompatCheck
 
 log = structlog.get_logger("outbox.compare")
 
 BODY_BYTES_MAX = 8 * 1024 * 1024
 EVENT_HEADER = "x-event-id"
+_EVENT = re.compile(r"[!-~]{1,64}")
+"""Ids that are kept and printed; a forged request may have any other text."""
 
 
 def application(
     comparison: Comparison,
-    checks: Mapping[str, CompatCheck],
     on_event: Callable[[ComparedEvent], None],
     wall: Callable[[], float] = time.time,
 ) -> web.Application:
     """Create the application.
 
     Args:
-        checks: how each endpoint's receiver checks it, by the endpoint's name.
         on_event: called with each event that both have sent.
     """
 
     async def record(request: web.Request) -> web.Response:
         name = request.match_info["name"]
         side: Side = "theirs" if request.match_info["side"] == "theirs" else "ours"
-        if (check := checks.get(name)) is None:
-            raise web.HTTPNotFound(text=f"there is no endpoint {name} with a compat signature\n")
-        if comparison.is_full:
-            raise web.HTTPServiceUnavailable(text="only one of the senders sends\n")
+        if (endpoint := comparison.endpoints.get(name)) is None:
+            raise web.HTTPNotFound(text="no compared endpoint has this name\n")
         body = await request.read()
-        headers = {key.lower(): value for key, value in request.headers.items()}
-        event = (
-            headers.get(EVENT_HEADER)
-            or headers.get(ID_HEADER)
-            or next((value for key, value in headers.items() if key.endswith("-id")), "-")
-        )
+        headers = {
+            each.lower(): ", ".join(request.headers.getall(each)) for each in request.headers
+        }
+        compared = {**headers, METHOD: request.method}
         recorded = RecordedRequest(
-            name, event, wall(), *hashes_of(body), check.accepts(headers, body)
+            name,
+            _event_of(headers),
+            wall(),
+            *hashes_of(body),
+            tuple(hash(compared.get(each)) for each in endpoint.headers),
+            endpoint.check.accepts(headers, body),
         )
-        if (compared := comparison.add(side, recorded)) is not None:
-            on_event(compared)
+        try:
+            event = comparison.add(side, recorded)
+        except TooManyUnpaired:
+            raise web.HTTPServiceUnavailable(text="only one of the senders sends\n") from None
+        if event is not None:
+            on_event(event)
         return web.Response(status=204)
 
     app = web.Application(client_max_size=BODY_BYTES_MAX)
-    app.router.add_route("*", f"/{{side:{'|'.join(get_args(Side))}}}/{{name}}", record)
+    app.router.add_route("*", f"/{{side:{'|'.join(get_args(Side))}}}/{{name:.+}}", record)
     return app
+
+
+def _event_of(headers: Mapping[str, str]) -> str:
+    """The event's id in the headers; "-": there is none that can be printed."""
+    names = (EVENT_HEADER, ID_HEADER, *(name for name in headers if name.endswith("-id")))
+    found = (headers.get(name, "") for name in names)
+    return next((text for text in found if _EVENT.fullmatch(text)), "-")
