@@ -471,11 +471,13 @@ async def test_both_senders_are_compared_over_http(database: Database) -> None:
     compat = CompatSetting().parse("compat", {"preset": "svix", "secret": secret})
     address = Address("127.0.0.1", free_port())
     own = {"X-Custom": "1"}
+    name = "acme/a{b}"
+    path = quote(name, safe="")
     async with database.at_hand() as db:
         settings = parse_one(
             {
-                "name": "acme.billing",
-                "url": f"{address.url}ours/acme.billing",
+                "name": name,
+                "url": f"{address.url}ours/{path}",
                 "format": "raw",
                 "headers": own,
                 "compat": {"preset": "svix", "secret": secret},
@@ -484,11 +486,9 @@ async def test_both_senders_are_compared_over_http(database: Database) -> None:
         )
         await endpoint_changes.add_endpoint(db, "relay", settings, actor="test")
         comparison = Comparison(await read_compared(db, "relay", CLEAR))
-        assert (await read_compared(db, "relay", CLEAR, ["acme.billing"])).keys() == {
-            "acme.billing"
-        }
+        assert (await read_compared(db, "relay", CLEAR, [name])).keys() == {name}
         with pytest.raises(NotFound, match="globex"):
-            await read_compared(db, "relay", CLEAR, ["acme.billing", "globex"])
+            await read_compared(db, "relay", CLEAR, [name, "globex"])
     transport = HttpTransport(EgressPolicy(["127.0.0.0/8"]))
     async with (
         recording(comparison, address, seen.append) as at,
@@ -503,7 +503,7 @@ async def test_both_senders_are_compared_over_http(database: Database) -> None:
             (b'{"n": 3}', compat.decode(secret), {}),
         ):
             headers = request_of(compat, [key], body) | more
-            url = f"{at.url}theirs/acme.billing"
+            url = URL(f"{at.url}theirs/{path}", encoded=True)
             assert (await theirs.post(url, data=body, headers=headers)).status == 204
         elsewhere = f"{at.url}theirs/globex"
         assert (await theirs.post(elsewhere, data=b"{}")).status == 404
