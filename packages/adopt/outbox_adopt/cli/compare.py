@@ -53,7 +53,11 @@ def _show(report: ComparisonReport) -> None:
     hidden = max(0, len(report.differences) - DIFFERENCES_SHOWN_MAX) + report.more_differences
     if hidden:
         echo(f"and {count(hidden, 'difference')} more; --json has {len(report.differences)}")
-    summary = "they differ" if report.differs else "no difference"
+    summary = "no difference"
+    if report.differs:
+        summary = "they differ"
+    elif any(each.other_bytes for each in report.endpoints):
+        summary = "the same JSON, in other bytes"
     echo("", f"{summary}; compared: {COMPARED}; not compared: {NOT_COMPARED}")
 
 
@@ -93,7 +97,8 @@ Where the senders send for the endpoint NAME:
 Example:
   outbox adopt compare --listen 127.0.0.1:9300 --for 1h
 
-Exit code 1 means that there is a difference, or an endpoint for which nothing was sent.
+Exit code 1 means that there is a difference, or an endpoint for which nothing was sent. JSON
+with its members in another order, or with other spaces, is no difference.
 """,
 )
 @click.option(

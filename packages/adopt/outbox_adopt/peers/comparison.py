@@ -102,6 +102,7 @@ class EndpointComparison:
     same: int = 0
     """Those without a difference."""
     other_bytes: int = 0
+    """Those with the same JSON in other bytes, which a receiver that parses it does not notice."""
     other_headers: int = 0
     """Those with another method, content-type or configured header."""
     other_order: int = 0
@@ -116,17 +117,18 @@ class EndpointComparison:
     @property
     def is_silent(self) -> bool:
         """Whether neither sender has sent anything."""
-        return self.same == 0 and not self._has_differences
+        return not (self.same or self.other_bytes or self._has_differences)
 
     @property
     def differs(self) -> bool:
-        return self.same == 0 or self._has_differences
+        """Whether the receiver may notice, or nothing was compared."""
+        return not (self.same or self.other_bytes) or self._has_differences
 
     @property
     def _has_differences(self) -> bool:
         return any(
             (
-                *(self.other_bytes, self.other_headers, self.other_order),
+                *(self.other_headers, self.other_order),
                 *(self.theirs_refused, self.ours_refused, self.only_theirs, self.only_ours),
             )
         )
