@@ -208,6 +208,13 @@ def test_all_members_round_trip_through_storage_without_the_secret() -> None:
         ("gitlab", "compat.preset: must be svix or github"),
         ({}, "compat.preset: is missing"),
         (7, "compat: must be a preset or a mapping"),
+        ([{"preset": "github", "secret": "hunter2"}], "compat: must be a preset or a mapping"),
+        (' {"preset": "github", "secret": "hunter2"}', "compat.preset: must be svix or github"),
+        ({"preset": {"secret": "hunter2"}}, "compat.preset: must be svix or github"),
+        ({"preset": "svix", "secret_encoding": "hunter2"}, "must be raw or base64"),
+        ({"preset": "svix", "secret": ["hunter2"]}, "compat.secret: must be a text"),
+        # YAML takes `{secret:hunter2}` for a name.
+        ({"preset": "svix", "secret:hunter2": None}, "compat: has no member"),
         ("{", "compat: is not valid JSON"),
         ({"preset": "github", "headr": "x"}, 'no member "headr"; did you mean "header"'),
         ("custom", "compat.header: is missing"),
@@ -252,6 +259,7 @@ def test_a_wrong_member_is_named_in_one_line_without_the_secret(given: Any, says
     assert text.startswith("compat")
     assert "\n" not in text
     assert "not base64!" not in text
+    assert "hunter2" not in text
 
 
 @pytest.mark.parametrize(("encoding", "key"), [("raw", b"whsec_abcd"), ("base64", b"\x69\xb7\x1d")])

@@ -113,8 +113,9 @@ def test_a_header_without_a_value_keeps_its_stored_value() -> None:
     for current in (None, settings(headers={"X-B": "2"})):
         with pytest.raises(UsageError, match=r"headers\.x-a: has no value, and the endpoint has"):
             declared.merge_over(current)
-    with pytest.raises(UsageError, match=r"headers\.X-A: has no value"):
-        declaration_of({"name": "a", "url": URL, "headers": {"X-A": None}})
+    for name in ("X-A", "X-A:hunter2"):
+        with pytest.raises(UsageError, match=r"headers\.X-A(:…)?: has no value"):
+            declaration_of({"name": "a", "url": URL, "headers": {name: None}})
 
 
 def test_default_values_are_not_written() -> None:
@@ -149,6 +150,19 @@ def test_default_values_are_not_written() -> None:
             f'endpoints[1].id: "{ID}" is already used by endpoints[0]',
         ),
         ({"endpoints": [{"name": "a", "url": URL, "id": 7}]}, "endpoints[0].id: 7 is not the id"),
+        # The values of secrets are not repeated, nor names that YAML made of `{secret:hunter2}`.
+        (
+            {"endpoints": [{"name": "a", "url": URL, "secret": ["hunter2"]}]},
+            "endpoints[0].secret: must be a text",
+        ),
+        (
+            {"endpoints": [{"name": "a", "url": URL, "secret": "x", "secret_encoding": "hunter2"}]},
+            "endpoints[0].secret_encoding: must be raw or base64",
+        ),
+        (
+            {"endpoints": [{"name": "a", "url": URL, "secret:hunter2": None}]},
+            'endpoints[0]: there is no setting "secret:…"; did you mean "secret"?',
+        ),
     ],
 )
 def test_an_invalid_file_error_names_the_location(document: Any, says: str | None) -> None:
@@ -159,6 +173,7 @@ def test_an_invalid_file_error_names_the_location(document: Any, says: str | Non
         parse_file(document)
     assert str(caught.value).startswith(says)
     assert "\n" not in str(caught.value)
+    assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

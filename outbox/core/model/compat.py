@@ -40,7 +40,7 @@ from outbox.core.model.secret_text import (
     raw_bytes,
 )
 from outbox.core.model.setting_types import SettingType
-from outbox.core.model.text import closest, quoted, truncate
+from outbox.core.model.text import closest, name_text, quoted
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -125,9 +125,9 @@ class Compat:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
+            # The message has no value: it may be the secret in a wrong place.
             if value is not None and value not in choices:
-                given = quoted(value)
-                raise UsageError(f"compat.{name}: must be {' or '.join(choices)}, not {given}")
+                raise UsageError(f"compat.{name}: must be {' or '.join(choices)}")
         form = self.form
         if not form.header:
             raise UsageError("compat.header: is missing; custom has no header of its own")
@@ -137,7 +137,7 @@ class Compat:
         if not isinstance(form.headers, dict) or len(form.headers) > HEADERS_MAX:
             raise UsageError(f"compat.headers: must be at most {HEADERS_MAX} names and values")
         for name, value in form.headers.items():
-            _check_template(f"headers.{truncate(str(name))}", value, ("id", "timestamp"))
+            _check_template(f"headers.{name_text(name)}", value, ("id", "timestamp"))
         for name, value in ((form.header, form.value), *form.headers.items()):
             problem = header_problem(name, value) if isinstance(name, str) else "is not a text"
             if problem is not None:
@@ -205,7 +205,7 @@ class CompatSetting(SettingType):
 
     def validate(self, name: str, value: Any) -> Compat:
         if not isinstance(value, Compat):
-            raise UsageError(f"{name}: must be a preset or a mapping, not {quoted(value)}")
+            raise UsageError(f"{name}: must be a preset or a mapping")
         return value
 
     def parse(self, name: str, given: Any) -> Compat:
@@ -214,7 +214,7 @@ class CompatSetting(SettingType):
             if each not in MEMBERS:
                 near = closest(str(each), MEMBERS)
                 hint = f'did you mean "{near}"?' if near else f"there are {', '.join(MEMBERS)}"
-                raise UsageError(f'{name}: has no member "{truncate(str(each))}"; {hint}')
+                raise UsageError(f'{name}: has no member "{name_text(each)}"; {hint}')
         if values.get("preset") is None:
             raise UsageError(f"{name}.preset: is missing; it is one of {', '.join(PRESETS)}")
         if values.get("until") is not None:
@@ -243,7 +243,7 @@ def members(given: Any) -> dict[str, Any]:
         except orjson.JSONDecodeError:
             raise UsageError("compat: is not valid JSON") from None
     if not isinstance(given, dict):
-        raise UsageError(f"compat: must be a preset or a mapping, not {quoted(given)}")
+        raise UsageError("compat: must be a preset or a mapping")
     return dict(given)
 
 

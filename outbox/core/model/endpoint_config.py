@@ -28,7 +28,7 @@ from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
 from outbox.core.model.secret_text import GivenSecret, SecretEncoding
 from outbox.core.model.setting_types import HeaderMap
 from outbox.core.model.start import parse_start
-from outbox.core.model.text import closest, quoted, truncate
+from outbox.core.model.text import closest, name_text, quoted
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -131,8 +131,7 @@ def pop_secret(values: dict[str, Any]) -> GivenSecret | None:
     """
     text, encoding = values.pop("secret", None), values.pop("secret_encoding", None)
     if encoding is not None and encoding not in get_args(SecretEncoding):
-        choices = " or ".join(get_args(SecretEncoding))
-        raise UsageError(f"secret_encoding: must be {choices}, not {quoted(encoding)}")
+        raise UsageError(f"secret_encoding: must be {' or '.join(get_args(SecretEncoding))}")
     if text is None:
         if encoding is not None:
             raise UsageError("secret_encoding: needs secret as well")
@@ -212,7 +211,8 @@ def _apply_kept_headers(
     for name in kept:
         if current is None or name.lower() not in has:
             raise UsageError(
-                f"headers.{name}: has no value, and the endpoint has no such header to keep"
+                f"headers.{name_text(name)}: has no value, and the endpoint has no such header "
+                "to keep"
             )
         headers[name] = current.headers[has[name.lower()]]
     return replace(settings, headers=headers)
@@ -245,7 +245,7 @@ def _check_names(given: Mapping[Any, Any], names: Sequence[str], place: str) -> 
         if name not in names:
             near = closest(str(name), names)
             hint = f'did you mean "{near}"?' if near else f"there are {', '.join(names)}"
-            raise UsageError(f'{place}: there is no setting "{truncate(str(name))}"; {hint}')
+            raise UsageError(f'{place}: there is no setting "{name_text(name)}"; {hint}')
 
 
 def _id(given: object, place: str) -> UUID | None:

@@ -117,6 +117,11 @@ def truncate(text: str) -> str:
     return text if len(text) <= QUOTED_CHARS_MAX else text[: QUOTED_CHARS_MAX - 1] + "…"
 
 
+def name_text(name: object) -> str:
+    """A name for quoting in a message, up to a colon: YAML takes `{secret:value}` for a name."""
+    return truncate(re.sub("(?s):.+", ":…", str(name)))
+
+
 def closest(word: str, known: Iterable[str]) -> str | None:
     """Find the known word that is most like another, for "did you mean" hints.
 
