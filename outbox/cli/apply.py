@@ -17,6 +17,7 @@ from outbox.cli.common import (
 from outbox.cli.document import read_document
 from outbox.cli.output import echo, print_changed, style
 from outbox.core.model import endpoint_config
+from outbox.core.model.endpoint_settings import WARNED_OF
 from outbox.core.model.text import count
 from outbox.destinations.endpoint_validation import check_declared, policy_of
 from outbox.errors import UsageError
@@ -139,7 +140,7 @@ def command(
         names = changed.get(each.settings.name, ())
         if names is None or "allow_networks" in names:
             warn_about_networks(f"{each.place}.allow_networks", each.settings.allow_networks)
-        for warning in each.settings.warnings if names is None or "headers" in names else ():
+        for warning in each.settings.warnings if names is None or WARNED_OF & {*names} else ():
             warn(f"{each.place}.{warning}")
     if hide_secrets:
         steps = tuple(replace(step, secret=None) for step in report.endpoints)

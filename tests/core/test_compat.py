@@ -14,10 +14,22 @@ import pytest
 from outbox.core.messages.batch import prepare_batch
 from outbox.core.messages.compat_signature import CompatSigner
 from outbox.core.messages.message import prepare
-from outbox.core.model.compat import Compat, CompatSetting, describe_end, format_until
+from outbox.core.model.compat import (
+    PRESETS,
+    Compat,
+    CompatSetting,
+    describe_end,
+    format_until,
+)
 from outbox.core.model.endpoint_settings import EndpointSettings
-from outbox.core.model.headers import parse_lines, valid_headers
+from outbox.core.model.headers import (
+    WIDELY_ACCEPTED_BYTES,
+    format_lines,
+    parse_lines,
+    valid_headers,
+)
 from outbox.core.model.message_format import MessageFormat
+from outbox.core.model.secret_text import SECRETS_MAX
 from outbox.errors import UsageError
 from tests.receiver.deliveries import delivery
 
@@ -188,6 +200,26 @@ def test_an_old_secret_ends_at_its_time() -> None:
     assert after.count("v1=") == 1
 
 
+@pytest.mark.parametrize("given", [*PRESETS, EVERY_MEMBER])
+def test_the_longest_headers_are_no_shorter_than_those_of_any_request(given: Any) -> None:
+    if given == "custom":
+        given = {"preset": given, "header": "X-A"}
+    compat = parse(given)
+    signer = CompatSigner(compat, [(b"k", None)] * SECRETS_MAX)
+    for prepared in (prepare(delivery(1), 0), prepare_batch([delivery(1), delivery(2)], 0)):
+        lines = signer.lines(prepared.message_id, AT, prepared.body)
+        assert len(format_lines(tuple(compat.form.longest_headers.items()))) >= len(lines) > 0
+
+
+def test_headers_of_the_signature_count_in_the_warning_of_their_size() -> None:
+    headers = {"X-Long": "a" * (WIDELY_ACCEPTED_BYTES - 100)}
+    assert EndpointSettings(name="a", url=URL, headers=headers).warnings == ()
+    (warning,) = EndpointSettings(
+        name="a", url=URL, headers=headers, compat=parse("stripe")
+    ).warnings
+    assert warning.startswith("headers: the headers have ")
+
+
 # ------------------------------------------------------------------ settings
 
 
@@ -220,6 +252,8 @@ def test_all_members_round_trip_through_storage_without_the_secret() -> None:
         ("custom", "compat.header: is missing"),
         ({"preset": "custom", "header": "a b"}, "compat: the header 'a b' is not a header name"),
         ({"preset": "custom", "header": 7}, "compat: the header 7 is not a text"),
+        ({"preset": "github", "header": "a" * 201}, "is not a text of 1 to 200 characters"),
+        ({"preset": "svix", "headers": {"a" * 201: "x"}}, "is not a text of 1 to 200 characters"),
         ({"preset": "github", "header": "webhook-signature"}, "is set by the relay"),
         ({"preset": "github", "header": "Content_Length"}, "is set by the relay"),
         ({"preset": "svix", "headers": {"Host": "x"}}, "is set by the relay"),
@@ -227,6 +261,15 @@ def test_all_members_round_trip_through_storage_without_the_secret() -> None:
         ({"preset": "svix", "headers": {"a": "{body}"}}, "may contain {id} {timestamp}, and no"),
         ({"preset": "svix", "headers": [1]}, "compat.headers: must be at most 8"),
         ({"preset": "github", "content": "{timestamp}"}, "compat.content: must contain {body}"),
+        (
+            {"preset": "github", "content": "{body}" * 2},
+            "compat.content: may contain each part at most once",
+        ),
+        (
+            {"preset": "svix", "value": "{signatures}" * 2},
+            "compat.value: may contain each part at most once",
+        ),
+        ({"preset": "svix", "headers": {"a": "{id}{id}"}}, "may contain each part at most once"),
         ({"preset": "github", "content": "{body}{secret}"}, "may contain {id} {timestamp} {body}"),
         ({"preset": "github", "content": "{body}}"}, "and no other braces"),
         ({"preset": "github", "content": "{body!r}"}, "and no other braces"),

@@ -51,10 +51,7 @@ class CompatSigner:
         each = [fill(form.each, {"signature": signature}) for signature in signatures]
         values["signature"] = signatures[0]
         values["signatures"] = form.separator.encode().join(each)
-        templates = {**form.headers, form.header: form.value}
-        return format_lines(
-            tuple((name, fill(text, values).decode()) for name, text in templates.items())
-        )
+        return format_lines(tuple(form.fill_headers(values).items()))
 
 
 def signature_of(key: bytes, content: bytes, form: CompatForm) -> bytes:

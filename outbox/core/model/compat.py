@@ -10,8 +10,8 @@ are sent, whatever the format and the batch.
     headers   {id} {timestamp}
 
 `{signature}` is that of the newest secret.  `{signatures}` are those of all live secrets, each in
-the preset's form.  A preset says everything; other members replace what it says.  The forms of the
-presets:
+the preset's form.  A template has each part at most once, so the body is copied and signed once.
+A preset says everything; other members replace what it says.  The forms of the presets:
 
     svix      https://docs.svix.com/receiving/verifying-payloads/how-manual
     github    https://docs.github.com/en/webhooks/using-webhooks/validating-webhook-deliveries
@@ -34,6 +34,7 @@ from outbox.core.model.headers import header_problem, normalize_name
 from outbox.core.model.secret_text import (
     SECRET_PREFIX,
     SECRET_TEXT_BYTES_MAX,
+    SECRETS_MAX,
     SecretEncoding,
     decode_base64,
     is_ambiguous,
@@ -50,7 +51,10 @@ Preset = Literal["svix", "github", "convoy", "outpost", "stripe", "custom"]
 SignatureEncoding = Literal["hex", "base64"]
 
 TEMPLATE_CHARS_MAX = 200
+"""Limit of a template, and of the name of a header."""
 HEADERS_MAX = 8
+_PART_CHARS_MAX = {"id": 36, "timestamp": 11, "signature": 64}
+"""Characters of a UUID, of epoch seconds, and of SHA-256 in hex."""
 
 _PART = re.compile(r"\{([a-z]+)\}")
 _TEXT = re.compile(r"[\x20-\x7e\n]+")
@@ -75,6 +79,18 @@ class CompatForm:
     def names(self) -> frozenset[str]:
         """The names of all its headers, normalized."""
         return frozenset(map(normalize_name, (self.header, *self.headers)))
+
+    def fill_headers(self, values: Mapping[str, bytes]) -> dict[str, str]:
+        """Its headers with the values of the parts."""
+        templates = {**self.headers, self.header: self.value}
+        return {name: fill(text, values).decode() for name, text in templates.items()}
+
+    @property
+    def longest_headers(self) -> dict[str, str]:
+        """Its headers with the longest values of the parts, as an upper bound of their size."""
+        values = {part: b"0" * chars for part, chars in _PART_CHARS_MAX.items()}
+        each = fill(self.each, values) + self.separator.encode()
+        return self.fill_headers({**values, "signatures": each * SECRETS_MAX})
 
 
 PRESETS: Mapping[str, CompatForm] = {
@@ -139,7 +155,10 @@ class Compat:
         for name, value in form.headers.items():
             _check_template(f"headers.{name_text(name)}", value, ("id", "timestamp"))
         for name, value in ((form.header, form.value), *form.headers.items()):
-            problem = header_problem(name, value) if isinstance(name, str) else "is not a text"
+            if isinstance(name, str) and len(name) <= TEMPLATE_CHARS_MAX:
+                problem = header_problem(name, value)
+            else:
+                problem = f"is not a text of 1 to {TEMPLATE_CHARS_MAX} characters"
             if problem is not None:
                 raise UsageError(f"compat: the header {quoted(name)} {problem}")
         if len(form.names) <= len(form.headers):
@@ -299,6 +318,8 @@ def _check_template(
     if not set(pieces[1::2]) <= set(parts) or any("{" in s or "}" in s for s in pieces[::2]):
         allowed = " ".join(f"{{{part}}}" for part in parts)
         raise UsageError(f"compat.{name}: may contain {allowed}, and no other braces")
+    if len(pieces[1::2]) > len(set(pieces[1::2])):
+        raise UsageError(f"compat.{name}: may contain each part at most once")
     if required and not set(pieces[1::2]) & set(required):
         needed = " or ".join(f"{{{part}}}" for part in required)
         raise UsageError(f"compat.{name}: must contain {needed}")

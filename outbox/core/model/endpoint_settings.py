@@ -57,6 +57,8 @@ HTTP_ONLY = (
     "retryable",
 )
 """Settings that a broker's endpoint cannot have."""
+WARNED_OF = frozenset({"headers", "compat"})
+"""Settings of which `EndpointSettings.warnings` may say something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,7 +333,8 @@ class EndpointSettings(DeclaredSettings["Mapping[str, str]", "tuple[str, ...] | 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What receivers may refuse, although it is allowed."""
-        warning = size_warning(self.headers) if not is_stream(self.url) else None
+        computed = {} if self.compat is None else self.compat.form.longest_headers
+        warning = None if is_stream(self.url) else size_warning({**self.headers, **computed})
         return () if warning is None else (f"headers: {warning}",)
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,6 +13,8 @@ SecretEncoding = Literal["raw", "base64"]
 
 SECRET_PREFIX = "whsec_"  # noqa: S105  a prefix, not a secret
 SECRET_TEXT_BYTES_MAX = 512
+SECRETS_MAX = 3
+"""Limit of live secrets of a kind: each delivery is signed with all of them."""
 
 _HEX = re.compile(r"[0-9A-Fa-f]+")
 

@@ -15,6 +15,7 @@ import asyncpg
 
 from outbox.core.model import endpoint_config
 from outbox.core.model.destination import is_stream
+from outbox.core.model.endpoint_settings import WARNED_OF
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.destinations.brokers import is_same_stream
 from outbox.errors import Conflict, UsageError
@@ -218,10 +219,8 @@ async def update_endpoint(
             if planned.renames:
                 await _require_free_name(change.db, settings.name)
             write_updates(change, [planned])
-        warnings = settings.warnings if "headers" in planned.changed else ()
-        ahead = None
-        if planned.has_new_lanes:
-            ahead = await read_ahead(change.db, endpoint.id)
+        warnings = () if WARNED_OF.isdisjoint(planned.changed) else settings.warnings
+        ahead = await read_ahead(change.db, endpoint.id) if planned.has_new_lanes else None
         return Updated(endpoint.id, settings.name, planned.changed, warnings, ahead)
 
     return await make_change(connection, schema, actor, plan)

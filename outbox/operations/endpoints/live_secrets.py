@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.messages.ed25519 import KEY_BYTES, format_private_key
 from outbox.core.messages.signature import format_secret, parse_given_secret, parse_signing_key
 from outbox.core.model.destination import is_stream
+from outbox.core.model.secret_text import SECRETS_MAX
 from outbox.errors import Conflict, UsageError
 from outbox.store.connection.secrets import COMPAT, SIGNING, UnreadableSecret
 from outbox.store.sql.message import Private, WriteStatement
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 SECRET_BYTES = 32
 OVERLAP_S = 86400.0
 """How long an old secret or fetch token stays valid after a rotation."""
-SECRETS_MAX = 3
-"""Limit of live secrets of a kind: each delivery is signed with all of them."""
 
 # The secrets of an endpoint, the newest first, with their expiry after a rotation now, which
 # leaves them valid for $2 seconds; expired ones are included.
