@@ -122,6 +122,8 @@ def test_a_compat_signature_is_set_shown_counted_down_and_reset(
     assert listed.error == "--compat: ps shows a secret in an argument; use --compat-secret-file"
     assert here(*add, "--compat", "github").code == 0
     update = ("endpoint", "update", "a")
+    past = here(*update, "--compat-until", "2019-01-01")
+    assert (past.code, past.error) == (2, "compat.until: 2019-01-01T00:00:00Z is in the past")
     changed = here(*update, "--compat-until", "2199-01-31")
     assert "compat: github -> github until=2199-01-31T00:00:00Z" in changed.out
     shown = here("endpoint", "show", "a")

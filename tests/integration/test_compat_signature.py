@@ -92,7 +92,9 @@ async def test_a_running_relay_signs_with_a_secret_that_is_given(database: Datab
 
 
 async def test_the_second_signature_ends(database: Database) -> None:
-    made = await add_endpoint(database, compat=HUB | {"until": "2001-01-31"})
+    made = await add_endpoint(database, compat=HUB)
+    ended = '{"preset": "github", "until": "2001-01-31T00:00:00Z"}'
+    await fetchval(database, "UPDATE endpoint SET compat = $1::text::jsonb", ended)
     network = Network()
     async with running(database, network):
         await publish(database, 1)

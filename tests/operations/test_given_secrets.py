@@ -18,7 +18,7 @@ from outbox.core.model import endpoint_config
 from outbox.core.model.compat import CompatSetting
 from outbox.core.model.encryption_keys import format_key, parse_keys
 from outbox.core.model.endpoint_settings import EndpointSettings
-from outbox.core.model.headers import parse_lines
+from outbox.core.model.headers import WIDELY_ACCEPTED_BYTES, parse_lines
 from outbox.core.model.secret_text import GivenSecret
 from outbox.errors import Conflict, UsageError
 from outbox.operations import status
@@ -45,6 +45,11 @@ EVERYTHING = """
 SELECT (SELECT string_agg(e::text, ' ') FROM endpoint e)
     || (SELECT string_agg(s::text, ' ') FROM endpoint_secret s)
     || (SELECT string_agg(j::text, ' ') FROM journal j)
+"""
+
+# Ends a compat signature, as the time does.
+END = """
+UPDATE endpoint SET compat = compat || '{"until": "2001-01-31T00:00:00Z"}' WHERE name = $1
 """
 
 
@@ -272,6 +277,33 @@ async def test_a_file_gives_a_compat_secret_once_and_another_one_rotates(
         await put(db, compat="outpost")
 
 
+async def test_a_new_end_is_not_in_the_past(db: Connection[Any]) -> None:
+    """A wrong year would stop the signature at once; one that was reached stays as it is."""
+    past, over = {"until": "2001-01-31"}, "compat.until: 2001-01-31T00:00:00Z is in the past"
+    given = {"preset": "outpost", "secret": "one"}
+    with pytest.raises(UsageError, match=f"^{over}$"):
+        await add(db, compat=compat(**given | past))
+    with pytest.raises(UsageError, match=rf"^endpoints\[0\].{over}$"):
+        await put(db, compat=given | past)
+    assert await db.fetchval("SELECT count(*) FROM endpoint") == 0
+    await put(db, compat=given | {"until": "2199-01-31"})
+    with pytest.raises(UsageError, match=f"^{over}$"):
+        await update(db, compat=compat("outpost", **past))
+    await db.execute(END, "a")
+    assert (await put(db, compat=given | past)).action == "keep"
+    assert set((await update(db, timeout_s=9.0)).changed) == {"timeout"}
+    with pytest.raises(UsageError, match="2002-01-31T00:00:00Z is in the past"):
+        await put(db, compat=given | {"until": "2002-01-31"})
+    assert set((await put(db, compat=given)).changed) == {"compat", "timeout"}
+
+
+async def test_long_headers_of_a_compat_signature_cause_a_warning(db: Connection[Any]) -> None:
+    headers = {"X-Long": "a" * (WIDELY_ACCEPTED_BYTES - 20)}
+    assert (await add(db, headers=headers)).warnings == ()
+    (warning,) = (await update(db, compat=compat(secret="x"))).warnings  # noqa: S106
+    assert warning.startswith("headers: the headers have")
+
+
 async def test_both_secrets_change_at_once(db: Connection[Any]) -> None:
     await put(db, secret=format_secret(KEY), compat={"preset": "outpost", "secret": "one"})
     await put(db, secret=format_secret(OTHER), compat={"preset": "outpost", "secret": "two"})
@@ -310,9 +342,10 @@ async def test_secrets_are_encrypted_and_in_no_journal(db: Connection[Any]) -> N
 
 
 async def test_status_counts_compat_signatures_and_names_the_next_end(db: Connection[Any]) -> None:
-    for name, until in (("a", "2198-01-31"), ("b", None), ("c", "2001-01-31"), ("d", "2199-01-31")):
+    for name, until in (("a", "2198-01-31"), ("b", None), ("c", "2197-01-31"), ("d", "2199-01-31")):
         members = {} if until is None else {"until": until}
         await add(db, name=name, compat=compat(secret="x", **members))  # noqa: S106
+    await db.execute(END, "c")
     found = (await status.read_overview(db, "relay")).compat
     assert (found.endpoints, found.ended) == (3, 1)
     assert (found.next_end, found.next_endpoint) == ("2198-01-31T00:00:00Z", "a")

@@ -58,6 +58,7 @@ _PART_CHARS_MAX = {"id": 36, "timestamp": 11, "signature": 64}
 
 _PART = re.compile(r"\{([a-z]+)\}")
 _TEXT = re.compile(r"[\x20-\x7e\n]+")
+_UNTIL = re.compile(r"\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[+-]\d\d:\d\d)?)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,8 +294,9 @@ def describe_end(until: str, now: datetime) -> str:
 def _parse_until(given: object) -> datetime:
     """Parse an end: a time with its zone, or a date, which begins in UTC."""
     text = given.isoformat() if isinstance(given, date) else given
+    form = _UNTIL.fullmatch(text) if isinstance(text, str) else None
     try:
-        at = datetime.fromisoformat(text if isinstance(text, str) else "")
+        at = datetime.fromisoformat(form[0] if form else "")
         is_date = len(str(text)) == len("2027-01-31")
         until = (at.replace(tzinfo=UTC) if is_date else at).astimezone(UTC).replace(microsecond=0)
     except (ValueError, OverflowError):

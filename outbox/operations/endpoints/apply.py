@@ -213,7 +213,7 @@ async def _plan_changes(
                 with _prefix_errors(each.place):
                     find_destination(its.url)
             with _prefix_errors(each.place):
-                new = plan_addition(change, its, in_use, given=each.secret)
+                new = await plan_addition(change, its, in_use, given=each.secret)
             additions.append(new)
             if each.disabled:
                 disabled[new.id] = its.name

@@ -14,6 +14,7 @@ from uuid import uuid4
 import asyncpg
 
 from outbox.core.model import endpoint_config
+from outbox.core.model.compat import format_until
 from outbox.core.model.destination import is_stream
 from outbox.core.model.endpoint_settings import WARNED_OF
 from outbox.core.sequencing.partition_window import unsequenced_ids
@@ -163,7 +164,7 @@ async def add_endpoint(
         await check_filters(change.db, [settings])
         await _require_free_name(change.db, settings.name)
         high, last = await change.db.fetchrow(READ_WAITING)
-        new = plan_addition(change, settings, in_use, ed25519=ed25519, given=secret)
+        new = await plan_addition(change, settings, in_use, ed25519=ed25519, given=secret)
         endpoint_writes.add_endpoints(change, [new.row], early=True)
         before = None
         if start is None:
@@ -226,7 +227,7 @@ async def update_endpoint(
     return await make_change(connection, schema, actor, plan)
 
 
-def plan_addition(
+async def plan_addition(
     change: Change,
     settings: EndpointSettings,
     vault: Vault,
@@ -241,7 +242,8 @@ def plan_addition(
         given: its signing secret; None: one is generated.
 
     Raises:
-        UsageError: a given secret is invalid, or that of the compat signature is missing.
+        UsageError: a given secret is invalid, or that of the compat signature is missing, or its
+            end is in the past.
     """
     if ed25519 and given is not None:
         raise UsageError("ed25519: is for a new key; a given secret says its kind")
@@ -249,6 +251,7 @@ def plan_addition(
     secret = new_secret(ed25519=ed25519) if given is None else stored_secret(given, settings.url)
     sealed = None
     if compat is not None:
+        await _check_end(change, compat, None)
         text = stored_compat_secret(compat, _require_secret(compat))
         sealed = vault.seal(text, endpoint_id, COMPAT)
     row = {
@@ -278,7 +281,8 @@ async def plan_update(
         given: the signing secret; another one than the newest replaces it, as in a rotation.
 
     Raises:
-        UsageError: a given secret is invalid, or that of a new compat signature is missing.
+        UsageError: a given secret is invalid, or that of a new compat signature is missing, or its
+            new end is in the past.
         Conflict: the endpoint is being removed, or has too many live secrets.
         Locked: a header or secret is new, but the vault lacks the key in use.
     """
@@ -313,6 +317,7 @@ async def _plan_secrets(
         texts[False] = stored_secret(given, settings.url)
     compat, old = settings.compat, found.settings.compat
     if compat is not None:
+        await _check_end(change, compat, old)
         # The key of a stored secret was read from its text in the former encoding.
         is_new = old is None or old.form.secret_encoding != compat.form.secret_encoding
         if is_new or compat.secret is not None:
@@ -325,6 +330,14 @@ async def _plan_secrets(
             writes = in_use or await found.vault.for_writing(change.db)
             planned.append(live.plan(text, found.vault, writes, found.name, compat=is_compat))
     return tuple(planned)
+
+
+async def _check_end(change: Change, compat: Compat, old: Compat | None) -> None:
+    """Check that a new end is not in the past; one that was reached stays valid."""
+    if (until := compat.until) is None or (old is not None and until == old.until):
+        return
+    if until <= await change.db.fetchval("SELECT clock_timestamp()"):
+        raise UsageError(f"compat.until: {format_until(until)} is in the past")
 
 
 def _require_secret(compat: Compat) -> str:

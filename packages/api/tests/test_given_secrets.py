@@ -87,12 +87,18 @@ async def test_a_compat_signature_is_set_changed_and_removed(database: Database,
         ({"preset": "github", "value": "{body}"}, "compat.value"),
         ({"preset": "github", "header": "webhook-id"}, "is set by the relay"),
         ({"preset": "github", "until": "soon"}, "compat.until"),
+        ({"preset": "github", "until": "2001-01-31"}, "is in the past"),
+        ({"preset": "github", "secret": ["hunter2"]}, "compat.secret"),
+        ({"preset": {"secret": "hunter2"}}, "compat.preset"),
+        ([{"preset": "github", "secret": "hunter2"}], "compat"),
+        ({"preset": "github", "secret_encoding": "hunter2"}, "compat.secret_encoding"),
         ({"header": "X-A"}, "compat.preset"),
         ({"preset": "github", "code": "1"}, "code"),
     ):
         refused = await api.request("PATCH", PATH, {"compat": wrong})
         assert refused.status == 422
         assert says in refused.detail
+        assert "hunter2" not in refused.detail
     assert (await api.request("PATCH", PATH, {"compat": None})).status == 200
     assert (await api.get(PATH)).json["settings"]["compat"] is None
     lacks = await api.request("PATCH", PATH, {"compat": {"preset": "github"}})

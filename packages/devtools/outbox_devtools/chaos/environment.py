@@ -116,7 +116,7 @@ class Environment:
         self.subscriptions.update({number: each.types for number, each in endpoints.items()})
 
         async def plan(change: Change) -> None:
-            added = {n: plan_addition(change, its, CLEAR) for n, its in settings.items()}
+            added = {n: await plan_addition(change, its, CLEAR) for n, its in settings.items()}
             add_endpoints(change, [new.row for new in added.values()])
             if start is None:
                 replace_subscriptions(change, [new.id for new in added.values()])
