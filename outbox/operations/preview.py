@@ -52,8 +52,6 @@ SELECT l.generation < e.generation AND c.last_seq = $2 AS ends
 """
 
 MASKED = "***"
-SIGNATURE_HEADERS = {SIGNATURE_HEADER, signed_metadata.SIGNATURE_HEADER}
-"""A signature would let its reader send the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +173,7 @@ def build_request(
             lane_ends=place.ends,
             in_array=endpoint.batch_max is not None,
         )
-        masked |= SIGNATURE_HEADERS
-        if endpoint.compat is not None:
-            masked.add(endpoint.compat.form.header.lower())
+        masked |= signature_headers(endpoint)
         lines = prepared.attempt(attempt, int(at), endpoint.secrets_at(at))
         method, headers = endpoint.method, tuple(parse_lines(lines))
         body = encode_body(prepared, delivery)
@@ -189,6 +185,12 @@ def build_request(
         ),
         **body,
     }
+
+
+def signature_headers(endpoint: Endpoint) -> set[str]:
+    """The headers with signatures, in lower case: one would let its reader send the request."""
+    compat = () if endpoint.compat is None else (endpoint.compat.form.header.lower(),)
+    return {SIGNATURE_HEADER, signed_metadata.SIGNATURE_HEADER, *compat}
 
 
 async def _find_delivery(

@@ -299,7 +299,10 @@ async def plan_update(
         vault = in_use or await found.vault.for_writing(change.db)
         row["headers"] = vault.seal_headers(settings.headers, found.id)
     if changed:
-        data = {"name": old.name, "changes": changed}
+        data: dict[str, Any] = {"name": old.name, "changes": changed}
+        if "compat" in changed:
+            # Requests are rebuilt from it; the text in `changes` cannot be parsed.
+            data["former"] = {"compat": old.compat and old.compat.public()}
         change.journal("endpoint_updated", found.id, data, batch_as="from_batch")
     return Update(found, settings, changed, row, planned)
 

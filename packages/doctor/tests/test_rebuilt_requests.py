@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.core.model.compat import CompatSetting
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.events.erase import ErasureTarget, erase_events
 from outbox.operations.preview import MASKED
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.one_major
 
-SIGNATURES = {"webhook-signature", "webhook-metadata-signature"}
+SIGNATURES = {
+    "webhook-signature", "webhook-metadata-signature", "svix-signature", "x-acme-signature",
+}  # fmt: skip
 CHANGES: tuple[dict[str, Any], ...] = (
     {"format": "cloudevents", "source": "/shop"},
     {"format": "raw", "header_prefix": "X-Acme-", "headers": {"Authorization": "Bearer two"}},
@@ -90,6 +93,61 @@ async def test_a_rebuilt_request_is_what_the_receiver_got(database: Database) ->
         assert {name.lower(): value for name, value in found.headers} == seen(sent, own)
         assert (found.body or "").encode() == sent.request.body
         assert "Bearer" not in str(found)
+
+
+SVIX = {"preset": "svix", "secret": "whsec_MTIz", "until": "2199-01-31"}
+ACME = {
+    "preset": "custom", "header": "X-Acme-Signature", "content": "{id} {body}",
+    "headers": {"X-Acme-Id": "id = {id}"}, "secret": "x",
+}  # fmt: skip
+
+
+async def test_headers_of_a_compat_signature_are_rebuilt_without_it(database: Database) -> None:
+    """Of the former settings, also when their secrets are deleted."""
+    await add_endpoint(database, compat=SVIX)
+    network = Network()
+    forged = '{"svix-id": "forged", "X-Acme-Id": "of the event"}'
+    async with running(database, network) as worker:
+        for n, given in enumerate((ACME, None, {"preset": "github", "secret": "x"}), start=1):
+            await publish(database, {"n": n}, key="a", headers=forged)
+            await until(lambda n=n: len(network.accepted) == n)
+            compat = None if given is None else CompatSetting().parse("compat", given)
+            async with database.at_hand() as db:
+                await endpoint_changes.update_endpoint(
+                    db, "relay", "shop", lambda old, new=compat: replace(old, compat=new),
+                    actor="ann",
+                )  # fmt: skip
+            await until(
+                lambda new=compat: owned_endpoint(worker).endpoint.compat == new,
+                what="the relay to have the settings",
+            )
+        await all_ended(database)
+
+    svix, acme, none = (seen(sent, set()) for sent in network.accepted)
+    assert svix["svix-id"] == svix["webhook-id"]
+    assert acme["x-acme-id"] == f"id = {acme['webhook-id']}"
+    assert none["svix-id"] == "forged"
+    for sent, expected in zip(network.accepted, (svix, acme, none), strict=True):
+        found = await rebuilt(database, sent.delivery)
+        assert found is not None
+        assert {name.lower(): value for name, value in found.headers} == expected
+
+
+async def test_a_compat_signature_that_had_ended_is_not_rebuilt(database: Database) -> None:
+    await add_endpoint(database, compat=SVIX)
+    async with database.at_hand() as db:
+        await db.execute(
+            """UPDATE endpoint SET compat = '{"preset": "svix", "until": "2001-01-31T00:00:00Z"}'"""
+        )
+    network = Network()
+    async with running(database, network):
+        await publish(database, 1, headers='{"svix-id": "forged"}')
+        await all_ended(database)
+    (sent,) = network.accepted
+    found = await rebuilt(database, sent.delivery)
+    assert found is not None
+    assert {name.lower(): value for name, value in found.headers} == seen(sent, set())
+    assert not any("svix" in name for name, _ in found.headers)
 
 
 async def test_what_is_gone_is_not_rebuilt(database: Database) -> None:

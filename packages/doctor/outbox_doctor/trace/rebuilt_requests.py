@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from outbox.core.messages.compat_signature import CompatSigner
 from outbox.core.model.destination import is_stream
+from outbox.core.model.endpoint_settings import SETTINGS
 from outbox.core.model.headers import EndpointHeaders
 from outbox.core.model.message_format import MessageFormat
 from outbox.core.model.response import UNREACHABLE_FAILURES
@@ -16,9 +18,9 @@ from outbox.operations.events.deliveries import READ_DELIVERIES, find_batch
 from outbox.operations.preview import (
     MASKED,
     READ_CONTENT,
-    SIGNATURE_HEADERS,
     build_request,
     read_place,
+    signature_headers,
 )
 from outbox.operations.rows import parse_json
 from outbox.store.connection.connect import map_errors
@@ -40,7 +42,8 @@ if TYPE_CHECKING:
 
 # The values that an endpoint's settings had before each change since a time, the last change first.
 READ_FORMER_SETTINGS = """
-SELECT (SELECT jsonb_object_agg(key, value -> 0) FROM jsonb_each(data -> 'changes')) AS former
+SELECT (SELECT jsonb_object_agg(key, value -> 0) FROM jsonb_each(data -> 'changes'))
+       || coalesce(data -> 'former', '{}') AS former
   FROM journal
  WHERE endpoint_id = $1 AND kind = 'endpoint_updated' AND at > $2
  ORDER BY id DESC
@@ -111,10 +114,10 @@ async def _rebuild(
         # It was not known then that the lane would end.
         place = replace(place, ends=False)
     at = sent.started_at.timestamp()
-    built = build_request(_as_of(endpoint, former), event, place, sent.attempt, at)
-    built["headers"] = tuple(
-        pair for pair in built["headers"] if pair[0].lower() not in SIGNATURE_HEADERS
-    )
+    endpoint = _as_of(endpoint, former)
+    built = build_request(endpoint, event, place, sent.attempt, at)
+    left_out = signature_headers(endpoint)
+    built["headers"] = tuple(each for each in built["headers"] if each[0].lower() not in left_out)
     return RebuiltRequest(sent.attempt, **built)
 
 
@@ -128,15 +131,15 @@ def _last_sent(delivery: TracedDelivery, endpoint: Endpoint) -> TracedAttempt | 
 
 async def _former_settings(
     connection: Connection[Any], endpoint: Endpoint, at: datetime
-) -> dict[str, str]:
+) -> dict[str, Any]:
     """The settings that were changed since, as they were."""
-    former: dict[str, str] = {}
+    former: dict[str, Any] = {}
     for row in await connection.fetch(READ_FORMER_SETTINGS, endpoint.id, at):
         former |= parse_json(row["former"]) or {}
     return former
 
 
-def _as_of(endpoint: Endpoint, former: Mapping[str, str]) -> Endpoint:
+def _as_of(endpoint: Endpoint, former: Mapping[str, Any]) -> Endpoint:
     """The endpoint with former settings that say how a request looks."""
     own = endpoint.headers.own
     if (names := former.get("headers")) is not None:
@@ -145,13 +148,19 @@ def _as_of(endpoint: Endpoint, former: Mapping[str, str]) -> Endpoint:
     if (limit := former.get("batch_max")) is not None:
         batch_max = int(limit) if limit.isdecimal() else None
     prefix = former.get("header_prefix", endpoint.headers.prefix)
+    compat = endpoint.compat
+    if "compat" in former:
+        compat = former["compat"] and SETTINGS["compat"].type.parse("compat", former["compat"])
+    # Any key will do, because its signature is left out; the former ones may be deleted.
+    signer = None if compat is None else CompatSigner(compat, [(b"", None)])
     name, source = endpoint.message_format
     changed: dict[str, Any] = {each: former[each] for each in ("method", "url") if each in former}
     return replace(
         endpoint,
         **changed,
         batch_max=batch_max,
-        headers=EndpointHeaders(own, prefix),
+        compat=compat,
+        headers=EndpointHeaders(own, prefix, signer),
         message_format=MessageFormat(
             cast("FormatName", former.get("format", name)), former.get("source", source)
         ),
