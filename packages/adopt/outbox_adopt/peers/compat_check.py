@@ -80,14 +80,9 @@ def _encoded(text: str) -> bytes:
 
 
 def _pattern_of(template: str) -> re.Pattern[str]:
-    """A pattern of what a template has produced; each part is a group."""
-    pattern, found = "", set()
-    for position, piece in enumerate(_PART.split(template)):
-        if position % 2 == 0:
-            pattern += re.escape(piece)
-        elif piece in found:
-            pattern += f"(?P={piece})"
-        else:
-            found.add(piece)
-            pattern += f"(?P<{piece}>{_PATTERNS[piece]})"
-    return re.compile(pattern)
+    """A pattern of what a template has produced; each part, which it has once, is a group."""
+    pieces = [
+        f"(?P<{piece}>{_PATTERNS[piece]})" if position % 2 else re.escape(piece)
+        for position, piece in enumerate(_PART.split(template))
+    ]
+    return re.compile("".join(pieces))
