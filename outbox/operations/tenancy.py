@@ -17,12 +17,16 @@ SELECT count(*) FROM endpoint WHERE name = ANY ($2) AND tenant = $1 AND state <>
 OWNS_SCHEDULE = "SELECT EXISTS (SELECT FROM schedule WHERE name = $2 AND tenant = $1)"
 
 # A range `d` contains events of many transactions.  All of them are the tenant's if the endpoint
-# had no subscription of another tenant, or of all tenants, since the first was sequenced.
+# had no subscription of another tenant, or of all tenants, since the first was sequenced, and no
+# feed of one has fed it anything since; the last step of a feed is never deleted.
 OWNS_RANGE = """
 d.outbox_id IS NULL AND NOT EXISTS (
     SELECT FROM subscription s
      WHERE s.endpoint_id = d.endpoint_id AND s.tenant IS DISTINCT FROM {tenant}
-       AND coalesce(s.to_batch > d.batch, true))"""
+       AND coalesce(s.to_batch > d.batch, true))
+AND NOT EXISTS (
+    SELECT FROM feed f JOIN feed_step t ON t.feed_id = f.id AND t.batch >= d.batch
+     WHERE f.endpoint_id = d.endpoint_id AND f.tenant IS DISTINCT FROM {tenant})"""
 
 # Both event and endpoint must be the tenant's: the endpoint may have had another tenant before.
 COUNT_DEAD_LETTERS = f"""

@@ -21,13 +21,11 @@ from outbox.core.delivery.operational_events import (
 )
 from outbox.store.sql.expressions import is_stream_held
 from outbox.store.sql.message import WriteStatement
+from outbox.store.sql.type_match import SUBSCRIBERS
 
 # An uncorrelated subquery: evaluated once per statement, not per row.
-HAS_OPERATIONAL_SUBSCRIBER = """(
-    SELECT EXISTS (SELECT FROM subscription
-                    WHERE to_batch IS NULL AND selects_operational_events(types))
-        OR EXISTS (SELECT FROM feed
-                    WHERE ended_at IS NULL AND selects_operational_events(types)))"""
+HAS_OPERATIONAL_SUBSCRIBER = f"""(
+    SELECT EXISTS (SELECT FROM {SUBSCRIBERS} s WHERE selects_operational_events(types)))"""  # noqa: S608 (constants only)
 
 RESPONSE_FIELDS = (
     "'status', {0}.last_response -> 'status', 'failure', {0}.last_response -> 'failure'"

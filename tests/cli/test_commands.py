@@ -209,6 +209,9 @@ def test_publishing_for_no_endpoint_is_reported(here: Command) -> None:
     assert warning("order.paid", "--tenant", "acme") == (
         f'{to_type}"order.paid" receives events of tenant "acme"'
     )
+    # It gets earlier events first, and then this one.
+    here("endpoint", "add", "late", URL, "--type", "late.*", "--from", "beginning")
+    assert warning("late.paid") == ""
     here("endpoint", "add", "audit", URL, "--all-tenants")
     assert warning("order.paid", "--tenant", "acme") == warning("ordr.paid") == ""
     here("endpoint", "remove", "shop")

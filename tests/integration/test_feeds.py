@@ -15,6 +15,9 @@ from outbox.core.model.response import AttemptResult
 from outbox.core.model.start import BEGINNING
 from outbox.core.sequencing import feeds
 from outbox.errors import Conflict, UsageError
+from outbox.operations import tenancy
+from outbox.operations.criteria import Criteria
+from outbox.operations.dead_letters import queries as dead_letters
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.endpoints import queries as endpoints
 from outbox.operations.endpoints import removal as endpoint_removal
@@ -288,6 +291,36 @@ async def test_an_endpoint_that_was_disabled_during_its_feed_goes_on_there(
         await arrived(database)
     assert data(network, "second") == list(range(41))
     assert await exceptions(database) == {}
+
+
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize(
+    ("fed_for", "is_own"), [({"all_tenants": True}, False), ({"tenant": "acme"}, True)]
+)
+async def test_a_range_is_a_tenants_only_if_all_that_was_fed_is_its_own(
+    database: Database, fed_for: dict[str, Any], is_own: bool
+) -> None:
+    """The endpoint is disabled before it subscribes, and becomes the tenant's afterwards."""
+    await add_endpoint(database, "first", all_tenants=True)
+    await sequenced(database, *range(400), key="k", tenant="acme")
+    # Pending deliveries stop its feed long before it has arrived.
+    shop = await add_endpoint(database, "second", start=BEGINNING, backlog_max=10, **fed_for)
+    async with running(database, Network(lambda s: GONE if s.url.endswith("second") else OK)):
+        await disabled(database, shop.id)
+    assert await fetchval(database, "SELECT end_reason FROM feed") == "disabled"
+    await operate(
+        database,
+        endpoint_changes.update_endpoint,
+        "second",
+        lambda settings: replace(settings, tenant="acme", all_tenants=False),
+    )
+    async with database.at_hand() as connection:
+        dead = await dead_letters.list_dead_letters(connection, "relay")
+        ranges = [each.id for each in dead if each.event is None]
+        assert ranges
+        own = await dead_letters.list_dead_letters(connection, "relay", only=Criteria(owner="acme"))
+        assert ({each.id for each in own} >= set(ranges)) is is_own
+        assert await tenancy.owns_dead_letters(connection, "acme", ranges) is is_own
 
 
 async def test_an_endpoint_that_is_disabled_again_while_it_catches_up_misses_nothing(

@@ -23,7 +23,7 @@ from outbox.operations.pages import page_of
 from outbox.operations.rows import ID_MAX, from_row
 from outbox.store.connection.connect import CONNECTION_ERRORS, map_errors
 from outbox.store.retention.erasure import PLAN_BY_INDEX
-from outbox.store.sql.type_match import TENANT_MATCHES, TYPE_MATCHES, matches_criteria
+from outbox.store.sql.type_match import SUBSCRIBERS, TENANT_MATCHES, TYPE_MATCHES, matches_criteria
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,13 +104,14 @@ SELECT DISTINCT outbox_id, backfill_id FROM delivery_run
 """
 
 
-MAY_READ_SUBSCRIPTIONS = "SELECT has_table_privilege('subscription', 'SELECT')"
+MAY_READ_SUBSCRIPTIONS = """
+SELECT has_table_privilege('subscription', 'SELECT') AND has_table_privilege('feed', 'SELECT')
+"""
 FIND_SUBSCRIBERS = f"""
 SELECT coalesce(bool_or(types), false) AS for_type,
        coalesce(bool_or(types AND tenants), false) AS for_event
   FROM (SELECT {TYPE_MATCHES} AS types, {TENANT_MATCHES} AS tenants
-          FROM subscription s, (SELECT $1::text AS type, $2::text AS tenant) o
-         WHERE s.to_batch IS NULL) _
+          FROM {SUBSCRIBERS} s, (SELECT $1::text AS type, $2::text AS tenant) o) _
 """  # noqa: S608 (constants only)
 
 

@@ -22,10 +22,11 @@ TENANT_MATCHES = "(s.all_tenants OR s.tenant IS NOT DISTINCT FROM o.tenant)"
 
 MATCHES = f"({TYPE_MATCHES} AND {TENANT_MATCHES})"
 
-SUBSCRIBERS = """(
-    SELECT endpoint_id, types, tenant, all_tenants FROM subscription WHERE to_batch IS NULL
+_COLUMNS = "endpoint_id, types, tenant, all_tenants, filter_stopped_at, filter_stopped_reason"
+SUBSCRIBERS = f"""(
+    SELECT {_COLUMNS} FROM subscription WHERE to_batch IS NULL
      UNION ALL
-    SELECT endpoint_id, types, tenant, all_tenants FROM feed WHERE ended_at IS NULL)"""
+    SELECT {_COLUMNS} FROM feed WHERE ended_at IS NULL)"""  # noqa: S608 (constants only)
 """What endpoints get of new events: subscribers, and those that are fed earlier ones first."""
 
 FILTER_MET = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.store.connection.connect import map_errors
-from outbox.store.sql.type_match import TYPE_MATCHES
+from outbox.store.sql.type_match import SUBSCRIBERS, TYPE_MATCHES
 from outbox_adopt.adoption import find_adoption
 from outbox_adopt.source_sql import SourceSql
 from outbox_adopt.source_table import check_mapping, read_source
@@ -64,11 +64,7 @@ SELECT source_id, (e).type AS type, (e).key AS key, (e).tenant AS tenant,
 READ_SUBSCRIBERS = f"""
 WITH o AS (SELECT DISTINCT type FROM unnest($1::text[]) AS t(type)),
 s AS MATERIALIZED (
-    SELECT e.name, s.types FROM endpoint e JOIN subscription s ON s.endpoint_id = e.id
-     WHERE s.to_batch IS NULL
-     UNION ALL
-    SELECT e.name, s.types FROM endpoint e JOIN feed s ON s.endpoint_id = e.id
-     WHERE s.ended_at IS NULL),
+    SELECT e.name, s.types FROM endpoint e JOIN {SUBSCRIBERS} s ON s.endpoint_id = e.id),
 matching AS MATERIALIZED (SELECT s.name, o.type FROM s, o WHERE {TYPE_MATCHES})
 SELECT array(SELECT DISTINCT name FROM matching ORDER BY name) AS endpoints,
        array(SELECT type FROM o EXCEPT SELECT type FROM matching ORDER BY type) AS unmatched

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.operations import lanes
 from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
+from outbox.store.sql.type_match import SUBSCRIBERS
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -70,9 +71,7 @@ COUNT_STATES = f"""
 WITH blocked AS (
     SELECT DISTINCT l.endpoint_id FROM lane_block b JOIN lane l ON l.id = b.lane_id),
 subscribed AS (
-    SELECT endpoint_id FROM subscription WHERE to_batch IS NULL
-     UNION
-    SELECT endpoint_id FROM feed WHERE ended_at IS NULL),
+    SELECT DISTINCT endpoint_id FROM {SUBSCRIBERS} s),
 failing AS (
     SELECT DISTINCT l.endpoint_id FROM lane_progress l JOIN endpoint e ON e.id = l.endpoint_id
      WHERE {lanes.FAILING} AND ($1::text IS NULL OR e.tenant = $1))

@@ -22,6 +22,7 @@ from outbox.operations.lanes import HEALTH_SINCE
 from outbox.store.delivery.altered_secrets import read_altered_secrets
 from outbox.store.delivery.endpoints import read_endpoints
 from outbox.store.sql.expressions import lease_runs
+from outbox.store.sql.type_match import SUBSCRIBERS
 from outbox_doctor.check import (
     ROWS_MAX,
     CheckResult,
@@ -318,13 +319,12 @@ def connection_reuse(row: Any) -> CheckResult:
 FILTERS = f"""
 SELECT e.name, s.filter_stopped_reason AS reason,
        extract(epoch FROM clock_timestamp() - s.filter_stopped_at)::float8 AS since_s
-  FROM subscription s JOIN endpoint e ON e.id = s.endpoint_id
- WHERE s.to_batch IS NULL
-   AND s.filter_stopped_at BETWEEN clock_timestamp() - make_interval(secs => {AGAIN_AFTER_S})
+  FROM {SUBSCRIBERS} s JOIN endpoint e ON e.id = s.endpoint_id
+ WHERE s.filter_stopped_at BETWEEN clock_timestamp() - make_interval(secs => {AGAIN_AFTER_S})
                                AND clock_timestamp()
    AND e.state IN ('active', 'paused')
  ORDER BY s.filter_stopped_at
-"""  # noqa: S608 (a constant only)
+"""  # noqa: S608 (constants only)
 
 
 @check_rows("filters", FILTERS, "every filter is evaluated")

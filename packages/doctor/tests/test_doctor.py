@@ -15,6 +15,7 @@ import pytest
 from outbox.config import Settings
 from outbox.core.model.encryption_keys import format_key, parse_keys
 from outbox.core.model.endpoint_settings import EndpointSettings
+from outbox.core.model.start import BEGINNING
 from outbox.destinations.broker import BrokerFinding
 from outbox.errors import CannotRun, DatabaseUnavailable, SchemaTooNew
 from outbox.network.egress import EgressPolicy
@@ -567,6 +568,18 @@ async def test_stopped_filters_are_reported(database: Database, db: Connection[A
         "endpoint receives events that it should not"
     )
     assert "outbox endpoint update slow --filter" in str(slow.action)
+
+
+@pytest.mark.one_major
+async def test_a_stopped_filter_of_an_endpoint_that_catches_up_is_reported(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database, "late", filter="@.total > 100", start=BEGINNING)
+    await db.execute(
+        "UPDATE feed SET filter_stopped_reason = 'it took too long', filter_stopped_at = now()"
+    )
+    (late,) = await reported_findings(db, "filters")
+    assert late.message.startswith('the filter of endpoint "late" has not been evaluated for ')
 
 
 @pytest.mark.one_major
