@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from outbox.core.model.destination import is_stream
+from outbox.core.model.endpoint_config import errors_at
 from outbox.destinations.broker_address import BROKER_TIMEOUT_S_MAX, find_credentials
 from outbox.destinations.brokers import check_broker_url
 from outbox.errors import UsageError
@@ -134,10 +136,6 @@ def check_declared(declared: Iterable[DeclaredEndpoint], policy: EgressPolicy) -
         UsageError: the message begins with the location of the first invalid endpoint.
     """
     for each in declared:
-        try:
-            # The plug-in is needed last.
+        # The plug-in is needed last.
+        with errors_at(each.place), suppress(PluginUnusable):
             check_settings(each.settings, policy)
-        except PluginUnusable:
-            continue
-        except UsageError as error:
-            raise UsageError(f"{each.place}.{error}") from error

@@ -16,9 +16,9 @@ from outbox.cli.common import (
     warn_about_networks,
 )
 from outbox.cli.endpoint.group import command
-from outbox.cli.endpoint.options import GIVEN, Command, edit_options, new_options, secret_options
+from outbox.cli.endpoint.options import Command, edit_options, new_options, secret_options
+from outbox.cli.endpoint.shown_once import note_shown_once, secret_row
 from outbox.cli.output import age, echo, emit_pairs, print_changed
-from outbox.core.messages.ed25519 import PUBLIC_PREFIX
 from outbox.core.model.destination import is_stream
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.start import parse_start
@@ -80,8 +80,6 @@ def _show_added(added: NewEndpoint | StartPreview) -> None:
             err=True,
         )
         return
-    secret = added.secret
-    is_public = secret is not None and secret.startswith(PUBLIC_PREFIX)
     emit_pairs(
         [
             ("id", added.id),
@@ -89,7 +87,7 @@ def _show_added(added: NewEndpoint | StartPreview) -> None:
             ("url", added.url),
             ("types", added.types),
             ("lanes", added.lanes),
-            ("public key" if is_public else "secret", secret or GIVEN),
+            secret_row(added.secret),
         ]
     )
     if added.events_before is not None:
@@ -98,8 +96,7 @@ def _show_added(added: NewEndpoint | StartPreview) -> None:
             f"progress: outbox endpoint show {shlex.quote(added.name)}",
             err=True,
         )
-    if secret is not None and not is_public:
-        echo("Save the secret now; it is not shown again.", err=True)
+    note_shown_once(added.secret)
 
 
 def _show_updated(done: Updated) -> None:

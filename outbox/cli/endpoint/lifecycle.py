@@ -8,9 +8,9 @@ import click
 
 from outbox.cli.common import actor, comment_option, names_argument, print_result, run_operation
 from outbox.cli.endpoint.group import command
-from outbox.cli.endpoint.options import GIVEN, overlap_option, secret_options
+from outbox.cli.endpoint.options import overlap_option, secret_options
+from outbox.cli.endpoint.shown_once import note_shown_once, secret_row
 from outbox.cli.output import cell, echo, emit_pairs
-from outbox.core.messages.ed25519 import PUBLIC_PREFIX
 from outbox.core.model.text import count
 from outbox.operations.endpoints import secrets as endpoint_secrets
 from outbox.operations.endpoints import states as endpoint_states
@@ -70,12 +70,8 @@ def _show_rotated(rotated: Rotation) -> None:
     old = (
         "no longer signs" if rotated.old_until is None else f"signs until {cell(rotated.old_until)}"
     )
-    secret = rotated.secret
-    is_public = secret is not None and secret.startswith(PUBLIC_PREFIX)
-    what = "public key" if is_public else "secret"
-    emit_pairs([("name", rotated.name), (what, secret or GIVEN), ("old secret", old)])
-    if secret is not None and not is_public:
-        echo("Save the secret now; it is not shown again.", err=True)
+    emit_pairs([("name", rotated.name), secret_row(rotated.secret), ("old secret", old)])
+    note_shown_once(rotated.secret)
 
 
 @command.command(

@@ -44,8 +44,6 @@ _PREFIX = "set_"
 """Parameters of settings have this prefix and the name of the field."""
 _HEADERS_FILE = "set_headers_file"
 _COMPAT, _COMPAT_SECRET, _COMPAT_UNTIL = "set_compat", "set_compat_secret_file", "set_compat_until"
-GIVEN = "the given one"
-"""Stands for a secret that is not shown."""
 _NONE = "none"
 """The value of --retryable with which no status is retried."""
 

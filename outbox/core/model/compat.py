@@ -56,7 +56,8 @@ HEADERS_MAX = 8
 _PART_CHARS_MAX = {"id": 36, "timestamp": 11, "signature": 64}
 """Characters of a UUID, of epoch seconds, and of SHA-256 in hex."""
 
-_PART = re.compile(r"\{([a-z]+)\}")
+PART = re.compile(r"\{([a-z]+)\}")
+"""A part of a template."""
 _TEXT = re.compile(r"[\x20-\x7e\n]+")
 _UNTIL = re.compile(r"\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[+-]\d\d:\d\d)?)?", re.ASCII)
 
@@ -316,7 +317,7 @@ def _check_template(
         raise UsageError(
             f"compat.{name}: must be 1 to {TEMPLATE_CHARS_MAX} printable ASCII characters"
         )
-    pieces = _PART.split(text)
+    pieces = PART.split(text)
     if not set(pieces[1::2]) <= set(parts) or any("{" in s or "}" in s for s in pieces[::2]):
         allowed = " ".join(f"{{{part}}}" for part in parts)
         raise UsageError(f"compat.{name}: may contain {allowed}, and no other braces")
@@ -330,5 +331,5 @@ def _check_template(
 @lru_cache(256)
 def _split(template: str) -> tuple[list[bytes], list[str]]:
     """The literals of a template, and the parts between them."""
-    pieces = _PART.split(template)
+    pieces = PART.split(template)
     return [each.encode() for each in pieces[::2]], pieces[1::2]

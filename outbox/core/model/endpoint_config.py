@@ -19,6 +19,7 @@ messages start with the position: `endpoints[2].retry.base: …`.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, get_args
@@ -29,10 +30,10 @@ from outbox.core.model.secret_text import GivenSecret, SecretEncoding
 from outbox.core.model.setting_types import HeaderMap
 from outbox.core.model.start import parse_start
 from outbox.core.model.text import closest, name_text, quoted
-from outbox.errors import UsageError
+from outbox.errors import Conflict, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from outbox.core.model.start import Start
 
@@ -83,29 +84,28 @@ def parse_file(document: object) -> list[DeclaredEndpoint]:
     _check_names(defaults, [name for name in SETTINGS if name not in ("name", "url")], "defaults")
     trial = {"name": "-", "url": "-", **defaults}
     _pop_kept_headers(trial)
-    _settings(trial, "defaults")
+    with errors_at("defaults"):
+        EndpointSettings(**_fields(trial))
     declared: list[DeclaredEndpoint] = []
     for i, each in enumerate(document["endpoints"]):
         place = f"endpoints[{i}]"
         values = _mapping(each, place)
         _check_names(values, [*NOT_SETTINGS, *SETTINGS], place)
-        for name in ("name", "url"):
-            if values.get(name) is None:
-                raise UsageError(f"{place}.{name}: is missing")
         merged = {**defaults, **values}
-        endpoint_id = _id(merged.pop("id", None), place)
-        start = _start(merged.pop("from", None), place)
-        disabled = merged.pop("disabled", None)
-        if disabled is not None and type(disabled) is not bool:
-            raise UsageError(f"{place}.disabled: must be true or false")
-        if disabled and start is not None:
-            raise UsageError(f"{place}.disabled: gets nothing, so it cannot have from as well")
-        try:
+        with errors_at(place):
+            for name in ("name", "url"):
+                if values.get(name) is None:
+                    raise UsageError(f"{name}: is missing")
+            endpoint_id = _id(merged.pop("id", None))
+            start = _start(merged.pop("from", None))
+            disabled = merged.pop("disabled", None)
+            if disabled is not None and type(disabled) is not bool:
+                raise UsageError("disabled: must be true or false")
+            if disabled and start is not None:
+                raise UsageError("disabled: gets nothing, so it cannot have from as well")
             secret = pop_secret(merged)
-        except UsageError as error:
-            raise UsageError(f"{place}.{error}") from None
-        kept = _pop_kept_headers(merged)
-        settings = _settings(merged, place)
+            kept = _pop_kept_headers(merged)
+            settings = EndpointSettings(**_fields(merged))
         declared.append(
             DeclaredEndpoint(place, endpoint_id, settings, kept, start, secret, bool(disabled))
         )
@@ -113,14 +113,21 @@ def parse_file(document: object) -> list[DeclaredEndpoint]:
     return declared
 
 
-def _start(value: object, place: str) -> Start | None:
+@contextmanager
+def errors_at(place: str) -> Iterator[None]:
+    """Begin the messages of errors with their place in the file; the cause has its page."""
+    try:
+        yield
+    except UsageError as error:
+        kind = Conflict if isinstance(error, Conflict) else UsageError
+        raise kind(f"{place}.{error}") from error
+
+
+def _start(value: object) -> Start | None:
     """Where a new endpoint begins; YAML has parsed a time already."""
     if value is None:
         return None
-    try:
-        return parse_start(value.isoformat() if isinstance(value, datetime) else str(value))
-    except UsageError as error:
-        raise UsageError(f"{place}.{error}") from None
+    return parse_start(value.isoformat() if isinstance(value, datetime) else str(value))
 
 
 def pop_secret(values: dict[str, Any]) -> GivenSecret | None:
@@ -218,13 +225,6 @@ def _apply_kept_headers(
     return replace(settings, headers=headers)
 
 
-def _settings(values: Mapping[str, Any], place: str) -> EndpointSettings:
-    try:
-        return EndpointSettings(**_fields(values))
-    except UsageError as error:
-        raise UsageError(f"{place}.{error}") from None
-
-
 def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """The given values by field, in the field's form."""
     return {
@@ -248,14 +248,14 @@ def _check_names(given: Mapping[Any, Any], names: Sequence[str], place: str) -> 
             raise UsageError(f'{place}: there is no setting "{name_text(name)}"; {hint}')
 
 
-def _id(given: object, place: str) -> UUID | None:
+def _id(given: object) -> UUID | None:
     if given is None:
         return None
     try:
         # Only text is converted: another value may be a deeply nested list.
         return UUID(given if isinstance(given, str) else "")
     except ValueError:
-        raise UsageError(f"{place}.id: {quoted(given)} is not the id of an endpoint") from None
+        raise UsageError(f"id: {quoted(given)} is not the id of an endpoint") from None
 
 
 def _check_unique(declared: Sequence[DeclaredEndpoint]) -> None:

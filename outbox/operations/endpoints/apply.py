@@ -7,11 +7,11 @@ the cursor row is locked, so that even thousands of them do not delay events.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from outbox.core.model.destination import is_stream
+from outbox.core.model.endpoint_config import errors_at
 from outbox.destinations.brokers import find_destination
 from outbox.errors import Conflict, NotFound, UsageError
 from outbox.operations.endpoints.changes import (
@@ -29,7 +29,7 @@ from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from uuid import UUID
 
     from asyncpg import Connection
@@ -167,7 +167,7 @@ def _merge_settings(
         state = match.state if match and match.state == "removing" else taken.get(name)
         if state is not None:
             raise Conflict(f"{each.place}.name: {name_conflict(name, state)}")
-        with _prefix_errors(each.place):
+        with errors_at(each.place):
             merged.append(each.merge_over(match.settings if match else None))
     return merged
 
@@ -180,7 +180,7 @@ async def _check_filters(
         await check_filters(change.db, settings)
     except UsageError:
         for each, its in zip(declared, settings, strict=True):
-            with _prefix_errors(each.place):
+            with errors_at(each.place):
                 await check_filters(change.db, [its])
 
 
@@ -209,20 +209,19 @@ async def _plan_changes(
     for each, its in zip(declared, settings, strict=True):
         match = matches.get(each.place)
         if match is None:
-            if is_stream(its.url):
-                with _prefix_errors(each.place):
+            with errors_at(each.place):
+                if is_stream(its.url):
                     find_destination(its.url)
-            with _prefix_errors(each.place):
                 new = await plan_addition(change, its, in_use, given=each.secret)
             additions.append(new)
             if each.disabled:
                 disabled[new.id] = its.name
             if each.start is not None:
-                with _prefix_errors(each.place):
+                with errors_at(each.place):
                     starts.append((new.id, await resolve_start(change.db, each.start)))
             steps.append(ApplyStep("add", its.name, new.id, secret=new.secret))
             continue
-        with _prefix_errors(each.place):
+        with errors_at(each.place):
             update = await plan_update(change, match, its, in_use, each.secret)
         if update.changed:
             updates.append(update)
@@ -266,13 +265,3 @@ def _match_endpoints(
         if each.id is None and each.settings.name in by_name:
             matches[each.place] = by_name[each.settings.name]
     return matches
-
-
-@contextmanager
-def _prefix_errors(place: str) -> Iterator[None]:
-    """Prefix errors with their place in the file."""
-    try:
-        yield
-    except UsageError as error:
-        kind = Conflict if isinstance(error, Conflict) else UsageError
-        raise kind(f"{place}.{error}") from None

@@ -34,6 +34,7 @@ from outbox.operations.feeds.starts import begin_feed, count_after, resolve_star
 from outbox.operations.lane_backlogs import PendingAhead, read_ahead
 from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR, COMPAT, SIGNING
+from outbox.store.routing_change import READ_NOW
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -339,7 +340,7 @@ async def _check_end(change: Change, compat: Compat, old: Compat | None) -> None
     """Check that a new end is not in the past; one that was reached stays valid."""
     if (until := compat.until) is None or (old is not None and until == old.until):
         return
-    if until <= await change.db.fetchval("SELECT clock_timestamp()"):
+    if until <= await change.db.fetchval(READ_NOW):
         raise UsageError(f"compat.until: {format_until(until)} is in the past")
 
 

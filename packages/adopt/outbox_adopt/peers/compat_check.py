@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 from outbox.core.messages.compat_signature import signature_of
 from outbox.core.messages.signature import ID_HEADER, TIMESTAMP_HEADER
-from outbox.core.model.compat import fill
+from outbox.core.model.compat import PART, fill
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from outbox.core.model.compat import CompatForm
 
-_PART = re.compile(r"\{([a-z]+)\}")
 # The recorder may be public, so lengths are limited: parts without a literal between them are
 # matched in time that grows with the product of their lengths.
 _PATTERNS = {
@@ -39,7 +38,7 @@ class CompatCheck:
         self._keys = keys
         templates = {**form.headers, form.header: form.value}
         self._patterns = {name.lower(): _pattern_of(text) for name, text in templates.items()}
-        self._signed = set(_PART.findall(form.content))
+        self._signed = set(PART.findall(form.content))
 
     def accepts(self, headers: Mapping[str, str], body: bytes) -> bool:
         """Whether a request is signed with one of the keys, whatever its time is.
@@ -83,6 +82,6 @@ def _pattern_of(template: str) -> re.Pattern[str]:
     """A pattern of what a template has produced; each part, which it has once, is a group."""
     pieces = [
         f"(?P<{piece}>{_PATTERNS[piece]})" if position % 2 else re.escape(piece)
-        for position, piece in enumerate(_PART.split(template))
+        for position, piece in enumerate(PART.split(template))
     ]
     return re.compile("".join(pieces))

@@ -18,6 +18,7 @@ import orjson
 from outbox.errors import UsageError
 from outbox_adopt.peers.record import Record
 from outbox_adopt.peers.translation import (
+    NOT_SHOWN,
     NotImported,
     Translation,
     endpoint_name,
@@ -72,7 +73,7 @@ def _tenant_of(record: Record) -> str:
 def _sign(made: Translation, credentials: Record, options: ImportOptions) -> None:
     secret = credentials.text("secret")
     if secret is None or _HIDDEN.fullmatch(secret):
-        made.begin_disabled("its secret is not shown; give it with outbox endpoint update --compat")
+        made.begin_disabled(NOT_SHOWN)
         return
     if credentials.text("previous_secret"):
         made.notes.append("its previous secret does not sign any more")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 EVERY_TYPE = "**"
 RETRY = "standard-webhooks"
 """The retry policy of customers who are used to another sender."""
+NOT_SHOWN = "its secret is not shown; give it with outbox endpoint update --compat"
 
 
 class NotImported(UsageError):
