@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 from typing import TYPE_CHECKING
 
@@ -107,6 +108,16 @@ def test_a_secret_with_two_meanings_asks_for_its_encoding(here: Command) -> None
     assert (alone.code, alone.error) == (2, "--secret-encoding: is for --secret-file")
     missing = here("endpoint", "add", "b", URL, "--secret-file", "/dev/null")
     assert missing.error == "secret: must hold 24 to 64 bytes, not 0"
+
+
+def test_a_secret_in_place_of_its_file_is_not_repeated(here: Command, tmp_path: Path) -> None:
+    flags = (["--secret-file"], ["--compat", "github", "--compat-secret-file"])
+    for words, reason in itertools.product(flags, ("No such file or directory", "Is a directory")):
+        given = tmp_path if reason == "Is a directory" else GIVEN
+        refused = here("endpoint", "add", "a", URL, *words, given)
+        assert refused.code == 2
+        assert f"'{words[-1]}': {reason}; give the name of a file, or - for stdin" in refused.error
+        assert str(given) not in refused.err
 
 
 def test_a_compat_signature_is_set_shown_counted_down_and_reset(

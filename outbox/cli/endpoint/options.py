@@ -48,6 +48,17 @@ _NONE = "none"
 """The value of --retryable with which no status is retried."""
 
 
+class SecretFile(click.File):
+    """A file with a secret.  No message repeats its name, which may be the secret by mistake."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: Context | None) -> IO[Any]:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            reason = getattr(error.__context__, "strerror", None) or "it cannot be opened"
+            self.fail(f"{reason}; give the name of a file, or - for stdin", param, ctx)
+
+
 def overlap_option(what: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """The option --overlap: how long `what`; the command receives seconds as `overlap_s`."""
 
@@ -93,7 +104,7 @@ def secret_options(command: Callable[..., T]) -> Callable[..., T]:
         ),
         click.option(
             "--secret-file",
-            type=click.File(),
+            type=SecretFile(),
             metavar="FILE",
             help="Sign with the secret in a file, which the receiver has already, instead of a new "
             "one: whsec_… or base64 of 24 to 64 bytes, or whsk_…; - reads stdin.",
@@ -154,7 +165,7 @@ _COMPAT_OPTIONS = (
     click.option(
         "--compat-secret-file",
         _COMPAT_SECRET,
-        type=click.File(),
+        type=SecretFile(),
         metavar="FILE",
         help="Secret of --compat, which the receiver has already; - reads stdin.",
     ),

@@ -30,9 +30,10 @@ READ_EVENTS_MAX = 1_000
 """Events after which a read takes no further batch."""
 FEED_LIVE_S = 2.0
 """Events are live for this time after the last one was sequenced."""
-LIVE_PER_S, LIVE_MAX = 2_400, 60
+LIVE_PER_S, LIVE_MAX = 2_050, 10
 """Fed deliveries per second and per batch while events are live.  A batch of their own delays few
-live events; with each of those, they would delay all."""
+live events; with each of those, they would delay all.  What a larger one feeds is sent all at once,
+and a live event that comes then waits for it."""
 LARGE_BATCH = 8
 """What is fed with so many live events delays them less than a batch of its own would."""
 IDLE_MAX = 1_500

@@ -113,7 +113,7 @@ def _stored(endpoint: FoundEndpoint, given: GivenSecret, *, compat: bool) -> str
     if form is None:
         raise UsageError(
             f'endpoint "{endpoint.name}" has no compat signature; add one with its secret: outbox '
-            "endpoint update --compat"
+            "endpoint update NAME --compat PRESET --compat-secret-file FILE"
         )
     if given.encoding is not None:
         form = replace(form, secret_encoding=given.encoding)

@@ -28,6 +28,7 @@ from outbox.store.connection.secrets import CLEAR
 from outbox.web.address import Address
 from outbox_adopt.cli.compare import compare_command
 from outbox_adopt.peers import comparison as comparison_module
+from outbox_adopt.peers import recorder
 from outbox_adopt.peers.comparison import (
     DIFFERENCES_MAX,
     METHOD,
@@ -466,6 +467,40 @@ async def test_only_an_id_of_an_event_is_kept(given: bytes, kept: str) -> None:
     orjson.dumps([seen, comparison.finish()])
 
 
+@pytest.mark.system
+async def test_bodies_that_are_not_complete_have_one_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recorder, "BODIES_BYTES_MAX", 300)
+    monkeypatch.setattr(recorder, "BODY_BYTES_MAX", 200)
+    seen: list[ComparedEvent] = []
+    endpoints = {"acme": ComparedEndpoint(check_of("github", KEY), HEADERS)}
+    async with session_at(endpoints, seen) as (_, session, url):
+
+        async def status_of(size: int) -> int:
+            async with session.post(f"{url}theirs/acme", data=b"a" * size) as response:
+                return response.status
+
+        host = URL(url)
+        slow = []
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection(host.host, host.port)
+            writer.write(b"POST /theirs/acme HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\n")
+            writer.write(b"Content-Length: 150\r\n\r\n")
+            # Its handler reads from here on.
+            assert b"100" in await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"a" * 140)
+            slow.append((reader, writer))
+        statuses = [await status_of(201), await status_of(30)]
+        assert statuses == [413, 503]
+        for _, writer in slow:
+            writer.write(b"a" * 10)
+        for reader, writer in slow:
+            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 204")
+            writer.close()
+        assert await status_of(30) == 204
+
+
 def test_help_says_what_is_compared() -> None:
     text = " ".join((compare_command.help or "").split())
     assert "Path, query and other headers are not compared" in text
@@ -529,6 +564,15 @@ async def test_compare_without_a_compat_signature_says_what_to_do(database: Data
     ended = await outbox("adopt", "compare", "--for", "1s", env={"OUTBOX_DSN": database.dsn})
     assert ended.code == 2
     assert "no endpoint has a compat signature; see outbox endpoint import" in ended.stderr
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("given", ["nohost", "127.0.0.1:99999", "::1:80"])
+async def test_an_address_that_is_none_is_one_line(given: str) -> None:
+    ended = await outbox("adopt", "compare", "--listen", given)
+    assert ended.code == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f'outbox: --listen: "{given}"')
 
 
 @pytest.mark.one_major

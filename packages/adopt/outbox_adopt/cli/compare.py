@@ -12,6 +12,7 @@ from outbox.cli.common import print_result, run_async, run_operation, warn
 from outbox.cli.output import echo, emit_table, style
 from outbox.core.model import duration
 from outbox.core.model.text import count
+from outbox.errors import UsageError
 from outbox.store.connection.secrets import Vault
 from outbox.web.address import parse_address
 from outbox.web.loopback_hosts import is_loopback
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 DIFFERENCES_SHOWN_MAX = 20
 COMPARED = "body, signature, method, content-type, configured headers, order"
 NOT_COMPARED = "path, query, other headers"
+
+
+def _address(_: click.Context, __: click.Parameter, text: str) -> Address:
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise UsageError(f"--listen: {error}") from None
 
 
 def _show(report: ComparisonReport) -> None:
@@ -102,8 +110,8 @@ with its members in another order, or with other spaces, is no difference.
 """,
 )
 @click.option(
-    "--listen", "address", metavar="HOST:PORT", default="127.0.0.1:9300", show_default=True,
-    help="Where both senders send.",
+    "--listen", "at", metavar="HOST:PORT", default="127.0.0.1:9300", show_default=True,
+    callback=_address, help="Where both senders send.",
 )  # fmt: skip
 @click.option("--for", "length", metavar="TIME", help="How long; default: until Ctrl-C.")
 @click.option(
@@ -112,7 +120,7 @@ with its members in another order, or with other spaces, is no difference.
 )  # fmt: skip
 @print_result(_show, failed=lambda report: report.differs)
 def compare_command(
-    settings: Settings, address: str, length: str | None, only: tuple[str, ...]
+    settings: Settings, at: Address, length: str | None, only: tuple[str, ...]
 ) -> ComparisonReport:
     """Compare what another sender and outbox send, before customers get it from outbox.
 
@@ -124,7 +132,6 @@ def compare_command(
     with the customer's secret accepts the signature. Path, query and other headers are not
     compared. Nothing is stored, and no payload is printed.
     """
-    at = parse_address(address)
     for_s = None if length is None else duration.parse(length)
     if not is_loopback(at.host):
         warn("it listens on a non-loopback address without TLS; put a TLS proxy in front of it")

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from outbox.core.model import duration
 from outbox.errors import UsageError
 from outbox_adopt.peers.translation import (
-    NOT_SHOWN,
     NotImported,
     Translation,
     endpoint_name,
@@ -111,7 +110,7 @@ def _sign(made: Translation, record: Record, options: ImportOptions) -> None:
     secrets = [each for each in endpoint.objects("secrets") if not each.text("expires_at")]
     value = secrets[-1].text("value") if secrets else None
     if value is None:
-        made.begin_disabled(NOT_SHOWN)
+        made.begin_without_secret("convoy")
         return
     if len(endpoint.objects("secrets")) > 1:
         made.notes.append("older secrets do not sign any more")

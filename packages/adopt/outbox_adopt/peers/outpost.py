@@ -18,7 +18,6 @@ import orjson
 from outbox.errors import UsageError
 from outbox_adopt.peers.record import Record
 from outbox_adopt.peers.translation import (
-    NOT_SHOWN,
     NotImported,
     Translation,
     endpoint_name,
@@ -73,7 +72,7 @@ def _tenant_of(record: Record) -> str:
 def _sign(made: Translation, credentials: Record, options: ImportOptions) -> None:
     secret = credentials.text("secret")
     if secret is None or _HIDDEN.fullmatch(secret):
-        made.begin_disabled(NOT_SHOWN)
+        made.begin_without_secret("outpost")
         return
     if credentials.text("previous_secret"):
         made.notes.append("its previous secret does not sign any more")

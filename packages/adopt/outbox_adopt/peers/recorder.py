@@ -8,6 +8,7 @@ NAME is percent-encoded.  It accepts every request that it can compare, so that 
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from typing import TYPE_CHECKING, get_args
@@ -32,9 +33,41 @@ if TYPE_CHECKING:
 log = structlog.get_logger("outbox.compare")
 
 BODY_BYTES_MAX = 8 * 1024 * 1024
+BODIES_BYTES_MAX = 64 * 1024 * 1024
+"""Limit of all bodies that are being received: anybody may send one."""
+RECORD_TIMEOUT_S = 30.0
 EVENT_HEADER = "x-event-id"
 _EVENT = re.compile(r"[!-~]{1,64}")
 """Ids that are kept and printed; a forged request may have any other text."""
+
+
+class Bodies:
+    """Receives bodies, and limits what all of them take together."""
+
+    def __init__(self) -> None:
+        self._held_bytes = 0
+
+    async def read(self, request: web.Request) -> bytes:
+        """Read a body; senders send again what is refused.
+
+        Raises:
+            HTTPException: it is too large or late, or there is no room for it.
+        """
+        body = bytearray()
+        try:
+            async with asyncio.timeout(RECORD_TIMEOUT_S):
+                async for part in request.content.iter_any():
+                    body += part
+                    self._held_bytes += len(part)
+                    if len(body) > BODY_BYTES_MAX:
+                        raise web.HTTPRequestEntityTooLarge(BODY_BYTES_MAX, len(body))
+                    if self._held_bytes > BODIES_BYTES_MAX:
+                        raise web.HTTPServiceUnavailable(text="too many bodies at once\n")
+        except TimeoutError:
+            raise web.HTTPRequestTimeout from None
+        finally:
+            self._held_bytes -= len(body)
+        return bytes(body)
 
 
 def application(
@@ -48,12 +81,14 @@ def application(
         on_event: called with each event that both have sent.
     """
 
+    bodies = Bodies()
+
     async def record(request: web.Request) -> web.Response:
         name = request.match_info["name"]
         side: Side = "theirs" if request.match_info["side"] == "theirs" else "ours"
         if (endpoint := comparison.endpoints.get(name)) is None:
             raise web.HTTPNotFound(text="no compared endpoint has this name\n")
-        body = await request.read()
+        body = await bodies.read(request)
         headers = {
             each.lower(): ", ".join(request.headers.getall(each)) for each in request.headers
         }
@@ -74,7 +109,7 @@ def application(
             on_event(event)
         return web.Response(status=204)
 
-    app = web.Application(client_max_size=BODY_BYTES_MAX)
+    app = web.Application()
     app.router.add_route("*", f"/{{side:{'|'.join(get_args(Side))}}}/{{name:.+}}", record)
     return app
 

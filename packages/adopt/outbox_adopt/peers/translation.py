@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 EVERY_TYPE = "**"
 RETRY = "standard-webhooks"
 """The retry policy of customers who are used to another sender."""
-NOT_SHOWN = "its secret is not shown; give it with outbox endpoint update --compat"
 
 
 class NotImported(UsageError):
@@ -62,6 +61,13 @@ class Translation:
         if options.compat:
             until = {} if options.compat_until is None else {"until": options.compat_until}
             self.values["compat"] = {"preset": preset, "secret": secret, **members, **until}
+
+    def begin_without_secret(self, preset: str) -> None:
+        """Let it begin disabled, because the other sender does not show its secret."""
+        self.begin_disabled(
+            "its secret is not shown; give it with outbox endpoint update NAME --compat "
+            f"{preset} --compat-secret-file FILE"
+        )
 
     def set_types(self, types: Sequence[str]) -> None:
         """Set the types that it receives; none: every type.

@@ -2,13 +2,13 @@
 
 import { name, post, put, remove } from "./api.js";
 import { h } from "./dom.js";
-import { confirm, copyable, field, runAction } from "./dialogs.js";
+import { choice, confirm, copyable, field, notice, runAction } from "./dialogs.js";
 
 const path = (endpoint, verb) => `/v1/endpoints/${name(endpoint)}/${verb}`;
 
 // Fields of a secret that the receiver has already, instead of a new one.
-export const secretFields = () => [
-  field("Signing secret", h("input", { name: "secret", type: "password", autocomplete: "off" }), "One that the receiver has already: whsec_…, whsk_… or base64. Leave empty to create one."),
+export const secretFields = (label) => [
+  field(label, h("input", { name: "secret", type: "password", autocomplete: "off" }), "One that the receiver has already: whsec_…, whsk_… or base64. Leave empty to create one."),
   field("Encoding of the secret", h("select", { name: "secret_encoding" },
     [["", "as its text says"], ["base64", "base64"], ["raw", "the text's own bytes"]].map(([value, text]) => h("option", { value }, text))), "Needed if the text could be both."),
 ];
@@ -28,16 +28,22 @@ export async function showSecret(endpoint, secret, change = "") {
     copyable(isPublic ? "Public key" : "Secret", secret)], { yes: "Done", no: null, persistent: true });
 }
 
-export async function rotateSecret(endpoint) {
-  const form = await confirm(`Rotate the signing secret of ${endpoint}?`, [
+// `hasCompat` is whether requests carry a second signature, which has secrets of its own.
+export async function rotateSecret(endpoint, hasCompat) {
+  const which = (value, text, hint) => choice("which", value, text, hint, value === "signing");
+  const rotation = await confirm(`Rotate a secret of ${endpoint}?`, [
     h("p", null, "Deliveries are signed with both secrets until the old one expires."),
+    hasCompat ? h("fieldset", { class: "field" }, h("legend", null, "Which secret"),
+      which("signing", "Signing secret", "Of the headers webhook-*."),
+      which("compat", "Compat secret", "Of the other sender's headers. Enter the new one, which the receiver has.")) : null,
+    ...secretFields("New secret"),
     field("Expire the old secret after", h("select", { name: "overlap" },
       [["24h", "1 day"], ["7d", "7 days"], ["1h", "1 hour"], ["0s", "immediately"]].map(([value, text]) => h("option", { value }, text)))),
-    ...secretFields(),
-  ], { yes: "Create" });
-  if (!form) return;
-  const rotation = await runAction(() => post(path(endpoint, "rotate-secret"), { overlap: form.overlap, ...givenSecret(form) }), "The new secret is active.");
-  if (rotation?.secret) await showSecret(endpoint, rotation.secret, "New");
+  ], { yes: "Rotate", send: (form) => post(path(endpoint, "rotate-secret"), { overlap: form.overlap, compat: form.which === "compat", ...givenSecret(form) }) });
+  if (!rotation) return;
+  notice("The new secret is active.");
+  dispatchEvent(new Event("acted"));
+  if (rotation.secret) await showSecret(endpoint, rotation.secret, "New");
 }
 
 // `are` is whether the endpoint has credentials.

@@ -33,7 +33,7 @@ export function endpointForm({ settings, destinations }, values) {
   const ed25519 = h("div", { class: "field" },
     h("label", { class: "pick" }, h("input", { type: "checkbox", name: "ed25519" }), "Ed25519 signature"),
     h("small", null, "Sign with an Ed25519 key instead of a shared secret; the receiver gets the public key."));
-  const secret = secretFields();
+  const secret = secretFields("Signing secret");
   const from = field("Begin at", h("input", { name: "from", autocomplete: "off", placeholder: "now" }), "Send what was published since then first: a position of outbox snapshot, a time with its zone, an age such as 2h, or beginning.");
   const general = h("p", { class: "bad", role: "alert" });
   const url = byName.get("url").place.querySelector("input");
@@ -55,7 +55,7 @@ export function endpointForm({ settings, destinations }, values) {
     h("div", { class: "grid-form" },
       byName.get("name").place,
       h("div", { class: "field" }, field("Destination", select), words),
-      basic.slice(1).map((name) => byName.get(name)?.place), isNew && from, isNew && credentials, isNew && ed25519, isNew && secret),
+      basic.slice(1).map((name) => byName.get(name)?.place), isNew && credentials, isNew && secret, isNew && ed25519, isNew && from),
     more);
 
   function applies({ setting }) {
@@ -90,15 +90,17 @@ export function endpointForm({ settings, destinations }, values) {
     fields.forEach((each) => each.showError(null));
     show(general);
     if (!text) return;
-    const [, name, rest] = /^([a-z_]+)(?:[.[][^:]*)?: (.*)$/s.exec(text) ?? [];
+    const [, name, member, rest] = /^([a-z_]+)(?:\.([a-z_]+))?(?:[.[][^:]*)?: (.*)$/s.exec(text) ?? [];
     const at = byName.get(name);
     if (!at || at.place.hidden) {
       show(general, sentence(text));
-      general.scrollIntoView({ block: "center" });
+      const control = name ? element.querySelector(`[name="${name}"]`) : null;
+      control?.focus();
+      (control ?? general).scrollIntoView({ block: "center" });
       return;
     }
     if (more.contains(at.place)) more.open = true;
-    at.showError(sentence(rest.startsWith("is ") || rest.startsWith("must ") ? `${labelOf(name)} ${rest}` : rest)).focus();
+    at.showError(sentence(rest.startsWith("is ") || rest.startsWith("must ") ? `${labelOf(member ?? name)} ${rest}` : rest), member).focus();
   }
 
   update();

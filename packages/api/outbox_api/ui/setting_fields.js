@@ -1,9 +1,10 @@
 // Form controls for settings, made from their descriptions by the API.
 
+import { field } from "./dialogs.js";
 import { h } from "./dom.js";
 import { capital } from "./format.js";
 
-const LABELS = { url: "URL", ca: "CA certificates" };
+const LABELS = { url: "URL", ca: "CA certificates", compat: "Compat signature" };
 
 export const labelOf = (name) => LABELS[name] ?? capital(name.replaceAll("_", " "));
 
@@ -68,23 +69,54 @@ function retryPolicy(setting, value) {
   };
 }
 
-// Its preset, secret and end.  Other members are set by a command, and stay with the preset.
+// A compat signature: its preset, and what else applies once there is one.
 function compatSignature(setting, value) {
-  const presets = setting.choices.filter((each) => each !== "custom" || value?.preset === each);
-  const select = h("select", { "aria-label": "Preset" }, [h("option", { value: "" }, setting.none),
-    ...presets.map((each) => h("option", { value: each, selected: each === value?.preset }, each))]);
-  const secret = h("input", { type: "password", "aria-label": "Compat secret", placeholder: value ? "Secret: unchanged" : "Secret", autocomplete: "off" });
-  const until = h("input", { "aria-label": "Compat end", placeholder: "End, such as 2027-01-31", value: value?.until ?? "", autocomplete: "off" });
+  const input = (name, text, placeholder = null) => h("input", { name: `compat.${name}`, autocomplete: "off", spellcheck: "false", placeholder, value: text ?? "" });
+  const select = (name, choices) => h("select", { name: `compat.${name}` }, choices.map(([each, text]) => h("option", { value: each, selected: each === (value?.[name] ?? "") }, text)));
+  const usual = ["", "as the preset says"];
+  const preset = select("preset", [["", setting.none], ...setting.choices.map((each) => [each, each])]);
+  const secret = h("input", { type: "password", name: "compat.secret", placeholder: value ? "unchanged" : null, autocomplete: "off" });
+  const members = {
+    secret_encoding: select("secret_encoding", [usual, ["raw", "the text's own bytes"], ["base64", "base64"]]),
+    until: input("until", value?.until, "none"),
+    header: input("header", value?.header),
+    content: input("content", value?.content),
+    value: input("value", value?.value),
+    encoding: select("encoding", [usual, ["hex", "hex"], ["base64", "base64"]]),
+  };
+  const replacing = h("details", { open: ["header", "content", "value", "encoding"].some((each) => value?.[each]) }, h("summary", null, "Differs from the preset"), h("div", { class: "grid-form" },
+    field("Header of the signature", members.header, "Its name."),
+    field("Signed content", members.content, "A template over {id}, {timestamp} and {body}."),
+    field("Value of that header", members.value, "A template over {id}, {timestamp}, {signature} and {signatures}."),
+    field("Encoding of the signature", members.encoding)));
+  const rest = h("div", null, h("div", { class: "grid-form" },
+    field("Compat secret", secret, "The one that the receiver has. It is not shown again."),
+    field("Encoding of the compat secret", members.secret_encoding, "Needed if the text could be both."),
+    field("Compat end", members.until, "A date such as 2027-01-31, or a time with its zone.")),
+  replacing);
+  const update = () => {
+    rest.hidden = !preset.value;
+    if (preset.value === "custom") replacing.open = true;
+  };
+  preset.addEventListener("change", update);
+  update();
   const read = () => {
-    if (!select.value) return null;
-    const found = { ...(select.value === value?.preset ? value : {}), preset: select.value };
-    delete found.until;
-    if (until.value.trim()) found.until = until.value.trim();
-    if (secret.value) found.secret = secret.value;
+    if (!preset.value) return null;
+    // Other headers are set by a command, and stay with their preset.
+    const found = { preset: preset.value, ...(preset.value === value?.preset && value.headers ? { headers: value.headers } : {}) };
+    Object.entries(members).forEach(([name, { value: given }]) => { if (given.trim()) found[name] = given.trim(); });
+    return secret.value ? { ...found, secret: secret.value } : found;
+  };
+  const write = (next) => {
+    Object.entries({ preset, secret, ...members }).forEach(([name, control]) => { control.value = next?.[name] ?? ""; });
+    update();
+  };
+  const at = (member) => {
+    const found = { preset, secret, ...members }[member] ?? preset;
+    if (replacing.contains(found)) replacing.open = true;
     return found;
   };
-  const write = (next) => { select.value = next?.preset ?? ""; until.value = next?.until ?? ""; secret.value = ""; };
-  return { element: h("div", { class: "rows" }, select, secret, until), read, write, group: true };
+  return { element: h("div", null, h("div", { class: "grid-form" }, field("Preset", preset)), rest), read, write, at, group: true, wide: true };
 }
 
 const number = (text) => (Number.isNaN(Number(text)) ? text : Number(text));
@@ -98,12 +130,12 @@ const CONTROLS = {
   choice, switch: onOff, headers: headerRows, retry: retryPolicy, compat: compatSignature,
 };
 
-const HINTS = { list: "One per line.", headers: "Stored values are not shown.", compat: "Stored secrets are not shown; a new one replaces them within a day." };
+const HINTS = { list: "One per line.", headers: "Stored values are not shown.", compat: "Old secrets also sign for a day after a new one." };
 
 // A labelled control.  `read` returns the value in the form of the API, null for the default.
 export function settingField(setting, value) {
   const control = CONTROLS[setting.kind](setting, value);
-  const { element, group } = control;
+  const { element, group, wide } = control;
   const errorId = `error-${setting.name}`;
   const helpId = `help-${setting.name}`;
   const error = h("small", { class: "bad", id: errorId, role: "alert" });
@@ -111,7 +143,7 @@ export function settingField(setting, value) {
   const label = labelOf(setting.name);
   element.setAttribute("aria-describedby", `${helpId} ${errorId}`);
   if (!group) Object.assign(element, { name: setting.name, id: `setting-${setting.name}` });
-  const place = group ? h("fieldset", { class: "field" }, h("legend", null, label), element, error, help)
+  const place = group ? h("fieldset", { class: wide ? "field wide" : "field" }, h("legend", null, label), element, error, help)
     : setting.kind === "switch" ? h("div", { class: "field" }, h("label", { class: "pick" }, element, label), error, help)
       : h("div", { class: "field" }, h("label", { for: element.id }, label), element, control.after, error, help);
   const initial = control.read();
@@ -121,11 +153,13 @@ export function settingField(setting, value) {
     write: control.write,
     initial,
     isChanged: () => !same(control.read(), initial),
-    showError(text) {
+    // `member` is the part of the value that is wrong.
+    showError(text, member) {
       error.textContent = text ?? "";
-      const target = group ? element.querySelector("input") ?? element.querySelector("button") : element;
-      target.toggleAttribute("aria-invalid", Boolean(text));
-      if (text) target.setAttribute("aria-invalid", "true");
+      [element, ...element.querySelectorAll("[aria-invalid]")].forEach((each) => each.removeAttribute("aria-invalid"));
+      if (!text) return undefined;
+      const target = control.at?.(member) ?? (group ? element.querySelector("input") ?? element.querySelector("button") : element);
+      target.setAttribute("aria-invalid", "true");
       return target;
     },
   };
@@ -138,8 +172,13 @@ export function showValue(setting, value) {
   if (setting.kind === "switch") return value ? "yes" : "no";
   if (setting.kind === "certificates") return "certificates";
   if (setting.kind === "headers") return Object.entries(value).map(([name, text]) => (text === null ? name : `${name} (new value)`)).join(", ") || "none";
-  if (setting.kind === "compat") return [value.preset, value.until && `until ${value.until}`, value.secret && "(new secret)"].filter(Boolean).join(" ");
+  if (setting.kind === "compat") return showCompat(value);
   return typeof value === "object" ? JSON.stringify(value) : String(value);
+}
+
+function showCompat({ preset, until, secret, ...members }) {
+  const replaced = Object.entries(members).map(([name, text]) => `${name.replaceAll("_", " ")} ${typeof text === "object" ? JSON.stringify(text) : text}`);
+  return [[preset, until && `until ${until}`, secret && "(new secret)"].filter(Boolean).join(" "), ...replaced].join(", ");
 }
 
 const showDefault = (setting) => (setting.default === null ? "none" : `${showValue(setting, setting.default)} (default)`);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +18,8 @@ from tests.support.relay import add_endpoint, fetchval, publish
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from playwright.async_api import Locator
+
     from tests.support.postgres import Database
 
 pytestmark = [
@@ -257,19 +260,27 @@ async def test_an_endpoint_keeps_a_given_secret_and_a_signature_of_another_sende
     given = "whsec_" + base64.b64encode(bytes(range(32))).decode()
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page
+
+        def compat(member: str) -> Locator:
+            return page.locator(f"[name='compat.{member}']")
+
         await visitor.open("new-endpoint")
         await page.get_by_label("Name", exact=True).fill("new")
         await page.get_by_label("URL", exact=True).fill("https://receiver.test/new")
         await page.get_by_label("Signing secret").fill("whsec_" + "ab" * 32)
         await page.get_by_text("More settings").click()
-        await page.get_by_label("Preset").select_option("github")
-        await page.get_by_label("Compat end").fill("soon")
-        await page.get_by_label("Compat secret").fill("hub-4711")
+        # The other fields appear with a preset.
+        await expect(compat("secret")).to_be_hidden()
+        await compat("preset").select_option("github")
+        await compat("until").fill("soon")
+        await compat("secret").fill("hub-4711")
         await visitor.press("Create endpoint")
         await visitor.wait_for(page.locator("#error-compat").get_by_text("neither a date"))
-        await page.get_by_label("Compat end").fill("2199-01-31")
+        await expect(compat("until")).to_be_focused()
+        await compat("until").fill("2199-01-31")
         await visitor.press("Create endpoint")
         await visitor.wait_for("give the secret encoding: base64 or raw")
+        await expect(page.locator("[name=secret]")).to_be_focused()
         await page.get_by_label("Signing secret").fill(given)
         await visitor.press("Create endpoint")
         await visitor.wait_for("new was created.")
@@ -282,11 +293,63 @@ async def test_an_endpoint_keeps_a_given_secret_and_a_signature_of_another_sende
         # Other changes keep the secret of the signature.
         await visitor.open("edit-endpoint/new")
         await page.get_by_text("More settings").click()
-        await page.get_by_label("Compat end").fill("2199-12-31")
+        await compat("until").fill("2199-12-31")
+        await page.get_by_text("Differs from the preset").click()
+        await compat("value").fill("sha256 {signature}")
         await visitor.press("Save changes")
+        await visitor.wait_for("github until 2199-12-31, value sha256 {signature}")
         await visitor.press("Save", inside=visitor.dialog)
-        await visitor.wait_for("new was changed: Compat.")
-        assert await fetchval(database, f"SELECT compat ->> 'until' {OF_NEW}") == (
-            "2199-12-31T00:00:00Z"
+        await visitor.wait_for("new was changed: Compat signature.")
+        assert await fetchval(database, f"SELECT compat {OF_NEW}") == (
+            '{"until": "2199-12-31T00:00:00Z", "value": "sha256 {signature}", "preset": "github"}'
         )
         assert await fetchval(database, stored) == [given, hub]
+
+
+async def test_the_form_of_a_signature_is_written_on_the_page(database: Database) -> None:
+    async with shop(database) as here:
+        visitor, page = here.visitor, here.visitor.page
+        await visitor.open("new-endpoint")
+        await page.get_by_label("Name", exact=True).fill("new")
+        await page.get_by_label("URL", exact=True).fill("https://receiver.test/new")
+        await page.get_by_text("More settings").click()
+        form = {
+            "preset": "custom",
+            "secret": "hunter2",
+            "content": "{timestamp}:{body}",
+            "value": "{timestamp}/{nothing}",
+            "encoding": "base64",
+        }
+        for name, value in form.items():
+            control = page.locator(f"[name='compat.{name}']")
+            if name in ("preset", "encoding"):
+                await control.select_option(value)
+            else:
+                await control.fill(value)
+        await visitor.press("Create endpoint")
+        await visitor.wait_for(page.locator("#error-compat").get_by_text("no header of its own"))
+        await expect(page.locator("[name='compat.header']")).to_be_focused()
+        await page.locator("[name='compat.header']").fill("X-Shop-Signature")
+        await visitor.press("Create endpoint")
+        await visitor.wait_for(page.locator("#error-compat").get_by_text("no other braces"))
+        await expect(page.locator("[name='compat.value']")).to_be_focused()
+        await page.locator("[name='compat.value']").fill("{timestamp}/{signature}")
+        await visitor.press("Create endpoint")
+        await visitor.press("Done", inside=visitor.dialog)
+        await visitor.wait_for("new was created.")
+        stored = await fetchval(database, f"SELECT compat {OF_NEW}")
+        assert json.loads(stored) == {
+            **{name: value for name, value in form.items() if name not in ("secret", "value")},
+            "header": "X-Shop-Signature",
+            "value": "{timestamp}/{signature}",
+        }
+        # Its secret is rotated here, too; what is refused stays in the dialog.
+        await visitor.choose("Rotate secret")
+        await visitor.dialog.get_by_label("Compat secret").check()
+        await visitor.press("Rotate", inside=visitor.dialog)
+        await visitor.wait_for("the secret of a compat signature is given")
+        await visitor.dialog.locator("[name=secret]").fill("hunter3")
+        await visitor.press("Rotate", inside=visitor.dialog)
+        await visitor.wait_for("The new secret is active.")
+        of_new = f"WHERE compat AND endpoint_id = (SELECT id {OF_NEW})"
+        assert await fetchval(database, f"SELECT count(*) FROM endpoint_secret {of_new}") == 2

@@ -48,7 +48,7 @@ function actionBar(endpoint, detail, blocked) {
     menu("More",
       h("a", { class: "button", href: link("dead-letters", [], { endpoint }) }, "Dead letters"),
       h("a", { class: "button", href: link("preview", [endpoint]) }, "Preview"),
-      broker ? button("Credentials", () => access.setCredentials(endpoint, hasCredentials(settings))) : button("Rotate secret", () => access.rotateSecret(endpoint)),
+      broker ? button("Credentials", () => access.setCredentials(endpoint, hasCredentials(settings))) : button("Rotate secret", () => access.rotateSecret(endpoint, Boolean(settings.compat))),
       button("Certificate", () => access.setCertificate(endpoint, certificate), { title: "Client certificate for mutual TLS" }),
       session.may("operate") && h("hr"),
       button("Remove", () => removeEndpoint(endpoint), { kind: "danger" })));
