@@ -14,6 +14,7 @@ from outbox.core.sequencing.feeds import (
     FEED_LIVE_S,
     IDLE_MAX,
     LARGE_BATCH,
+    LIVE_DUE,
     LIVE_MAX,
     LIVE_PER_S,
     Feed,
@@ -186,7 +187,10 @@ def test_live_events_make_the_pace_slower_but_never_stop_a_feed() -> None:
     pace.record_fed(100.0)
     assert pace.limit(100.0, 3) == 0
     assert pace.limit(100.0 + 10.5 / LIVE_PER_S, 3) == 10
-    assert pace.limit(pace.next_at + 1e-6, 3) == LIVE_MAX
+    assert pace.limit(pace.next_at + 1e-6, 3) == LIVE_DUE
+    # One that comes late makes up for it, up to a limit.
+    assert pace.limit(pace.next_at + 5.5 / LIVE_PER_S, 3) == LIVE_DUE + 5
+    assert pace.limit(pace.next_at + 1.0, 3) == LIVE_MAX
     # In a batch of its own, or with many live events; if there is neither, with a few.
     assert pace.may_go_with(100.0, LARGE_BATCH)
     assert not pace.may_go_with(100.0, 0)

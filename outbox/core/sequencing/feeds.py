@@ -30,10 +30,11 @@ READ_EVENTS_MAX = 1_000
 """Events after which a read takes no further batch."""
 FEED_LIVE_S = 2.0
 """Events are live for this time after the last one was sequenced."""
-LIVE_PER_S, LIVE_MAX = 2_050, 10
-"""Fed deliveries per second and per batch while events are live.  A batch of their own delays few
-live events; with each of those, they would delay all.  What a larger one feeds is sent all at once,
-and a live event that comes then waits for it."""
+LIVE_PER_S, LIVE_DUE, LIVE_MAX = 2_100, 10, 20
+"""While events are live: fed deliveries per second, with how many a batch is due, and how many one
+that comes late may have.  A batch of their own delays few live events; with each of those, they
+would delay all.  What a larger one feeds is sent all at once, and a live event that comes then
+waits for it."""
 LARGE_BATCH = 8
 """What is fed with so many live events delays them less than a batch of its own would."""
 IDLE_MAX = 1_500
@@ -292,7 +293,7 @@ class FeedPace:
     @property
     def next_at(self) -> float:
         """When a batch is due for what is fed, while events are live."""
-        return self.fed_at + LIVE_MAX / LIVE_PER_S
+        return self.fed_at + LIVE_DUE / LIVE_PER_S
 
     def may_go_with(self, now: float, own_events: int) -> bool:
         """Whether a batch with so many live events may feed some."""
