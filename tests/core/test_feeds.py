@@ -191,6 +191,11 @@ def test_live_events_make_the_pace_slower_but_never_stop_a_feed() -> None:
     # One that comes late makes up for it, up to a limit.
     assert pace.limit(pace.next_at + 5.5 / LIVE_PER_S, 3) == LIVE_DUE + 5
     assert pace.limit(pace.next_at + 1.0, 3) == LIVE_MAX
+    # While a batch is written, the next one earns.
+    slow = FeedPace(live_until=200.0)
+    slow.limit(100.0, 3)
+    slow.record_fed(100.0 + 4.5 / LIVE_PER_S)
+    assert slow.limit(slow.next_at + 1e-6, 3) == LIVE_DUE + 4
     # In a batch of its own, or with many live events; if there is neither, with a few.
     assert pace.may_go_with(100.0, LARGE_BATCH)
     assert not pace.may_go_with(100.0, 0)

@@ -288,6 +288,8 @@ class FeedPace:
 
     live_until: float = 0.0
     fed_at: float = 0.0
+    _asked_at: float = 0.0
+    _earns_from: float = 0.0
     _turn: int = field(default=0)
 
     @property
@@ -312,14 +314,16 @@ class FeedPace:
         Args:
             own_events: live events of the batch before.
         """
+        self._asked_at = now
         if now >= self.live_until:
             return IDLE_MAX
-        earned = int(min((now - self.fed_at) * LIVE_PER_S, LIVE_MAX))
+        earned = int(min((now - self._earns_from) * LIVE_PER_S, LIVE_MAX))
         return max(earned, OWN_SHARE * own_events) if earned else 0
 
     def record_fed(self, now: float) -> None:
         """Record that a batch fed some."""
-        self.fed_at = now
+        # The batch is earned for, too, while it is written.
+        self.fed_at, self._earns_from = now, self._asked_at
 
     def in_turn(self, feeds: Sequence[Feed]) -> list[Feed]:
         """The feeds in the order in which the next batch serves them, which is round robin."""
