@@ -65,7 +65,8 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeds, "LIVE_MAX", 3)
     monkeypatch.setattr(feed_reader, "READ_EVENTS_MAX", 10)
     monkeypatch.setattr(feed_reader, "COUNT_EVERY_S", 0.02)
-    monkeypatch.setattr(feeder, "TAIL_IDS", 6)
+    for module in (feeder, feed_reader):
+        monkeypatch.setattr(module, "TAIL_IDS", 6)
 
 
 async def arrived(database: Database) -> None:
@@ -201,13 +202,28 @@ async def test_a_feed_goes_on_where_it_was_when_its_leader_is_killed(database: D
 
 
 @pytest.mark.usefixtures("small_steps")
+async def test_a_feed_goes_on_as_soon_as_its_endpoint_has_room(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sequencer sleeps meanwhile, and polls once a minute."""
+    monkeypatch.setattr(feeds, "FED_PENDING_MAX", 3)
+    monkeypatch.setattr(feed_reader, "ARRIVING_S", 0.0)
+    await add_endpoint(database, "first")
+    await sequenced(database, *range(40))
+    network = Network()
+    await add_endpoint(database, "second", start=BEGINNING)
+    async with running(database, network, poll_s=60.0):
+        await arrived(database)
+    assert data(network, "second") == list(range(40))
+
+
+@pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize("change", ["types", "lanes", "pause"])
 async def test_a_change_during_a_feed_applies_from_its_place_on(
     database: Database, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its receiver holds the feed until the change.
     monkeypatch.setattr(feed_reader, "ARRIVING_S", 0.0)
-    monkeypatch.setattr(feed_reader, "TAIL_IDS", 6)
     changed = asyncio.Event()
     await add_endpoint(database, "first")
     async with running(database, Network()):

@@ -101,11 +101,13 @@ class FeedReader:
         clock = asyncio.get_running_loop().time
         count_at = 0.0
         while feeds := feeder.feeds:
+            was_ready = feeder.due_at is not None
             if clock() >= count_at:
                 with response_deadline(connection, self._read_s, "count what is pending"):
                     await self._count_pending(store, feeds)
                 count_at = clock() + COUNT_EVERY_S
-            was_ready = feeder.due_at is not None
+                # The sequencer may have fallen asleep because too much was pending.
+                was_ready = False
             is_idle = not (hungry := feeder.hungry())
             while hungry:
                 # Those at one place share a read.  The leader may have moved some meanwhile.
