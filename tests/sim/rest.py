@@ -26,6 +26,9 @@ def at_rest(checker: Checker) -> bool:
         return False
     if any(feed["ended_at"] is None for feed in db.feed.rows.values()):
         return False
+    # The operator enables it, which may send again what was pending.
+    if any(each["state"] in ("disabling", "disabled") for each in db.endpoint.rows.values()):
+        return False
     if checker.timetable.behind():
         return False
     return all(book.ended_through == book.last_seq for book in checker.lanes.values())
