@@ -54,7 +54,8 @@ FETCH_MAX_S = 120
 
 
 SEARCH_INDEX = GUIDES["search index"]
-LOADERS = ("In Python", "With psql", "With pg_dump")
+SQL_ALONE = "With psql"
+LOADERS = ("In Python", SQL_ALONE, "With pg_dump")
 """The ways to fill the index: a reader uses one of them."""
 
 EVENTS_MIN = 40
@@ -286,7 +287,9 @@ async def wait_for_events(database: Database) -> None:
 
 @pytest.mark.slow
 @pytest.mark.one_major
-@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(
+    "loader", [pytest.param(n, marks=pytest.mark.full if n == SQL_ALONE else ()) for n in LOADERS]
+)
 async def test_the_index_of_the_guide_is_equal_to_the_table(
     loader: str, empty_database: Database, tmp_path: Path
 ) -> None:

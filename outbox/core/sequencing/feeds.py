@@ -289,7 +289,7 @@ class FeedPace:
     live_until: float = 0.0
     fed_at: float = 0.0
     _asked_at: float = 0.0
-    _earns_from: float = 0.0
+    _earns_since: float = 0.0
     _turn: int = field(default=0)
 
     @property
@@ -317,13 +317,13 @@ class FeedPace:
         self._asked_at = now
         if now >= self.live_until:
             return IDLE_MAX
-        earned = int(min((now - self._earns_from) * LIVE_PER_S, LIVE_MAX))
+        earned = int(min((now - self._earns_since) * LIVE_PER_S, LIVE_MAX))
         return max(earned, OWN_SHARE * own_events) if earned else 0
 
     def record_fed(self, now: float) -> None:
         """Record that a batch fed some."""
         # The batch is earned for, too, while it is written.
-        self.fed_at, self._earns_from = now, self._asked_at
+        self.fed_at, self._earns_since = now, self._asked_at
 
     def in_turn(self, feeds: Sequence[Feed]) -> list[Feed]:
         """The feeds in the order in which the next batch serves them, which is round robin."""
