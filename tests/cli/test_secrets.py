@@ -118,6 +118,13 @@ def test_a_secret_in_place_of_its_file_is_not_repeated(here: Command, tmp_path: 
         assert refused.code == 2
         assert f"'{words[-1]}': {reason}; give the name of a file, or - for stdin" in refused.error
         assert str(given) not in refused.err
+    for words in (
+        ["update", "a", "--headers-file"], ["credentials", "a"], ["certificate", "a"],
+    ):  # fmt: skip
+        refused = here("endpoint", *words, GIVEN)
+        assert refused.code == 2
+        assert "No such file or directory; give the name of a file" in refused.error
+        assert GIVEN not in refused.err
 
 
 def test_a_compat_signature_is_set_shown_counted_down_and_reset(

@@ -9,7 +9,7 @@ import click
 
 from outbox.cli.common import actor, print_result, run_operation
 from outbox.cli.endpoint.group import command
-from outbox.cli.endpoint.options import file_name, read_text
+from outbox.cli.endpoint.options import SecretFile, file_name, read_text
 from outbox.cli.output import echo
 from outbox.errors import UsageError
 from outbox.operations.endpoints.certificate import set_identity
@@ -41,7 +41,7 @@ To set the CA that the relay trusts: outbox endpoint update --ca
 """
 )
 @click.argument("name")
-@click.argument("file", type=click.File(), required=False)
+@click.argument("file", type=SecretFile(), required=False)
 @click.option("--remove", is_flag=True, help="Remove the client certificate.")
 @print_result(_show)
 def certificate(

@@ -8,7 +8,7 @@ import click
 
 from outbox.cli.common import actor, print_result, run_operation
 from outbox.cli.endpoint.group import command
-from outbox.cli.endpoint.options import read_text
+from outbox.cli.endpoint.options import SecretFile, read_text
 from outbox.cli.output import echo
 from outbox.destinations.broker_address import credentials_header
 from outbox.errors import UsageError
@@ -36,7 +36,7 @@ encrypts them.
 """
 )
 @click.argument("name")
-@click.argument("file", type=click.File(), required=False)
+@click.argument("file", type=SecretFile(), required=False)
 @click.option("--remove", is_flag=True, help="Remove the credentials.")
 @print_result(_show)
 def credentials(

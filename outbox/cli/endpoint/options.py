@@ -27,7 +27,7 @@ from outbox.core.model.setting_types import (
     Switch,
     TextList,
 )
-from outbox.core.model.text import closest, truncate
+from outbox.core.model.text import did_you_mean, truncate
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _NONE = "none"
 
 
 class SecretFile(click.File):
-    """A file with a secret.  No message repeats its name, which may be the secret by mistake."""
+    """A file with a secret.  No message repeats what is no file: it may be the secret itself."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: Context | None) -> IO[Any]:
         try:
@@ -156,7 +156,7 @@ def _option(setting: Setting) -> Any:
 _FROM_FILE = click.option(
     "--headers-file",
     _HEADERS_FILE,
-    type=click.File(),
+    type=SecretFile(),
     metavar="FILE",
     help="Read headers from a file, one per line, which keeps credentials out of the process "
     "list; - reads stdin.",
@@ -328,8 +328,7 @@ def _resettable(name: str) -> Setting:
     by_word = optional | {_flag(each)[2:].replace("-", "_"): each for each in optional.values()}
     found = by_word.get(name.replace("-", "_"))
     if found is None:
-        near = closest(name, optional)
-        hint = f'did you mean "{near}"?' if near else f"there are {', '.join(optional)}"
+        hint = did_you_mean(name, optional)
         raise UsageError(f'--reset: there is no setting "{truncate(name)}"; {hint}')
     return found
 

@@ -41,7 +41,7 @@ from outbox.core.model.secret_text import (
     raw_bytes,
 )
 from outbox.core.model.setting_types import SettingType
-from outbox.core.model.text import closest, name_text, quoted
+from outbox.core.model.text import did_you_mean, name_text, quoted
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -233,8 +233,7 @@ class CompatSetting(SettingType):
         values = members(given)
         for each in values:
             if each not in MEMBERS:
-                near = closest(str(each), MEMBERS)
-                hint = f'did you mean "{near}"?' if near else f"there are {', '.join(MEMBERS)}"
+                hint = did_you_mean(str(each), MEMBERS)
                 raise UsageError(f'{name}: has no member "{name_text(each)}"; {hint}')
         if values.get("preset") is None:
             raise UsageError(f"{name}.preset: is missing; it is one of {', '.join(PRESETS)}")

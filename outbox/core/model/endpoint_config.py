@@ -29,7 +29,7 @@ from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
 from outbox.core.model.secret_text import GivenSecret, SecretEncoding
 from outbox.core.model.setting_types import HeaderMap
 from outbox.core.model.start import parse_start
-from outbox.core.model.text import closest, name_text, quoted
+from outbox.core.model.text import did_you_mean, name_text, quoted
 from outbox.errors import Conflict, UsageError
 
 if TYPE_CHECKING:
@@ -243,8 +243,7 @@ def _mapping(given: object, place: str) -> dict[str, Any]:
 def _check_names(given: Mapping[Any, Any], names: Sequence[str], place: str) -> None:
     for name in given:
         if name not in names:
-            near = closest(str(name), names)
-            hint = f'did you mean "{near}"?' if near else f"there are {', '.join(names)}"
+            hint = did_you_mean(str(name), names)
             raise UsageError(f'{place}: there is no setting "{name_text(name)}"; {hint}')
 
 

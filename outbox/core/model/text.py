@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 QUOTED_CHARS_MAX = 80
 
@@ -131,3 +131,14 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     if len(word) > QUOTED_CHARS_MAX:
         return None
     return next(iter(difflib.get_close_matches(word, list(islice(known, COMPARED_MAX)), 1)), None)
+
+
+def did_you_mean(word: str, known: Collection[str], otherwise: str | None = None) -> str:
+    """The end of a message that there is no such word.
+
+    Args:
+        otherwise: the end if no known word is like it; None: all that are known.
+    """
+    if near := closest(word, known):
+        return f'did you mean "{near}"?'
+    return f"there are {', '.join(known)}" if otherwise is None else otherwise

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.text import closest
+from outbox.core.model.text import did_you_mean
 from outbox.core.schedules.cron import Cron
 from outbox.errors import NotFound, UsageError
 from outbox.operations.pages import convert, read_page
@@ -178,8 +178,7 @@ async def read_schedule(connection: Connection[Any], name: str) -> Schedule:
 async def schedule_not_found(connection: Connection[Any], name: str) -> NotFound:
     """The error for an unknown name, with the closest match."""
     names = [row["name"] for row in await connection.fetch(READ_NAMES)]
-    near = closest(name, names)
-    hint = f'did you mean "{near}"?' if near else "see: outbox schedule list"
+    hint = did_you_mean(name, names, "see: outbox schedule list")
     return NotFound(f'there is no schedule "{name}"; {hint}')
 
 

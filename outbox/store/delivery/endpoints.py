@@ -23,7 +23,7 @@ from outbox.core.model.message_format import DEFAULT_SOURCE, MessageFormat
 from outbox.core.model.response_policy import EVERY_FAILURE, RETRYABLE
 from outbox.core.model.retry_policy import STANDARD, RetryPolicy
 from outbox.core.model.secret_text import decode_base64
-from outbox.core.model.text import closest
+from outbox.core.model.text import did_you_mean
 from outbox.errors import NotFound, UsageError
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.row_security import (
@@ -238,6 +238,5 @@ def _valid_setting(name: str, value: str) -> str:
 async def endpoint_not_found(connection: Connection[Any], name: str) -> NotFound:
     """The error for an unknown endpoint name, with the closest match."""
     names = [row["name"] for row in await connection.fetch(LIST_NAMES)]
-    near = closest(name, names)
-    hint = f'did you mean "{near}"?' if near else "see: outbox endpoint list"
+    hint = did_you_mean(name, names, "see: outbox endpoint list")
     return NotFound(f'there is no endpoint "{name}"; {hint}')

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.text import closest, quoted
+from outbox.core.model.text import did_you_mean, quoted
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -122,11 +122,8 @@ def parse_mapping(values: Mapping[str, Any], layout: str | None = None) -> Sourc
     merged: dict[str, Any] = dict(LAYOUTS.get(layout or "", {}))
     for name, value in values.items():
         if name not in known:
-            near = closest(name, known)
-            hint = (
-                f'; did you mean "{near}"?' if near else f"; there are: {', '.join(sorted(known))}"
-            )
-            raise UsageError(f"{name}: there is no such setting of a mapping{hint}")
+            hint = did_you_mean(name, known, f"there are: {', '.join(sorted(known))}")
+            raise UsageError(f"{name}: there is no such setting of a mapping; {hint}")
         merged[name] = value
     return SourceMapping(**{name: _parsed(name, value) for name, value in merged.items()})
 

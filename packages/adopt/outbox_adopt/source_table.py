@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.sql_names import quote_ident
-from outbox.core.model.text import closest, quoted
+from outbox.core.model.text import did_you_mean, quoted
 from outbox.errors import CannotRun, NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -212,8 +212,8 @@ async def check_mapping(
     """
     for column, setting in mapping.columns().items():
         if column not in source.columns:
-            near = closest(column, source.columns)
-            hint = f'did you mean "{near}"?' if near else f"it has: {', '.join(source.columns)}"
+            has = f"it has: {', '.join(source.columns)}"
+            hint = did_you_mean(column, source.columns, has)
             raise UsageError(f"{setting}: {source.name} has no column {quoted(column)}; {hint}")
     identity = source.columns[mapping.id]
     if not (identity.is_unique and identity.not_null):

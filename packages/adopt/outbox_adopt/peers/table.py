@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.endpoint_settings import SETTINGS
 from outbox.core.model.setting_types import HeaderMap, Switch, TextList
-from outbox.core.model.text import closest
+from outbox.core.model.text import did_you_mean
 from outbox.errors import UsageError
 from outbox_adopt.peers.translation import RETRY, Translation
 
@@ -69,8 +69,7 @@ def _cell(record: Record, column: str, cell: str) -> Any:
     setting = SETTINGS.get(column)
     if setting is None or isinstance(setting.type, HeaderMap):
         columns = [*(each for each in SETTINGS if each != "headers"), *COLUMNS, f"{HEADER}NAME"]
-        near = closest(column, columns)
-        hint = f'did you mean "{near}"?' if near else f"there are {', '.join(columns)}"
+        hint = did_you_mean(column, columns)
         raise UsageError(f'the first line: there is no column "{column}"; {hint}')
     if isinstance(setting.type, Switch):
         return _flag(record, column, cell)
