@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pytest
 
@@ -52,6 +53,10 @@ ARRIVED = """
 SELECT EXISTS (SELECT FROM feed) AND NOT EXISTS (SELECT FROM feed WHERE ended_at IS NULL)
 """
 ENDED = "SELECT NOT EXISTS (SELECT FROM replay_job_endpoint WHERE ended_at IS NULL)"
+ALONE = "SELECT count(*) = 1 FROM pg_stat_activity WHERE datname = current_database()"
+WORKERS = """
+SELECT parallel_workers_launched FROM pg_stat_database WHERE datname = current_database()
+"""
 PROMOTE = """
 CREATE OR REPLACE FUNCTION server_timeline() RETURNS bigint
 LANGUAGE sql STABLE AS 'SELECT 2::bigint'
@@ -495,3 +500,14 @@ async def test_a_running_feed_is_shown_and_keeps_its_events(database: Database) 
     assert shown.endpoint.subscribed
     assert shown.feed is not None
     assert (shown.feed.fed, shown.feed.left_max) == (0, 3)
+
+
+async def test_no_read_of_a_relay_starts_parallel_workers(database: Database) -> None:
+    """Their start takes longer than a read of a few rows, and delays the events of others."""
+    await sequenced(database, *range(5))
+    await add_endpoint(database, "late", start=BEGINNING)
+    options = quote("-c debug_parallel_query=on", safe="")
+    async with running(database, Network(), dsn=f"{database.dsn}&options={options}"):
+        await arrived(database)
+    await until(lambda: fetchval(database, ALONE), what="the relay's sessions to end")
+    assert await fetchval(database, WORKERS) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing.partition_window import WIDTH, Retention
-from outbox.store.retention.partitions import MAINTENANCE_LEASE_S, PartitionStore
+from outbox.store.retention.partitions import PartitionStore
 from outbox.store.retention.periods import RetentionStore
 from tests.support.relay import all_ended, fetchval
 from tests.support.waiting import until
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 NOTHING = Retention(0, 0, 0)
 ROUNDS = 6
 """Rounds of maintenance in which a period begins, settles and is dropped several times."""
+
+_EXPIRE_LEASE = """
+UPDATE lock SET expires_at = clock_timestamp()
+ WHERE name = 'maintenance'
+   AND holder NOT IN (SELECT application_name FROM pg_stat_activity
+                       WHERE datname = current_database() AND pid <> pg_backend_pid())
+"""
 
 
 class Maintainer:
@@ -36,13 +43,16 @@ class Maintainer:
 
     async def maintain_until_idle(self) -> None:
         """Run maintenance until it changes nothing without new events."""
-        # A running relay maintains at its start, and of two that drop a partition one fails.  One
-        # that was stopped while it did so leaves a lease that expires.
-        timeout_s = MAINTENANCE_LEASE_S + 10
-        await until(self.partitions.renew_lease, timeout_s, "the maintenance lease")
+        # A running relay maintains at its start, and of two that drop a partition one fails.
+        await until(self._take_lease, what="the maintenance lease")
         for _ in range(ROUNDS):
             await self.maintain()
         await self.partitions.drop()
+
+    async def _take_lease(self) -> bool:
+        """Take the lease, also of a relay that was stopped while it maintained: it expires."""
+        await self.db.execute(_EXPIRE_LEASE)
+        return await self.partitions.renew_lease()
 
     async def has_dropped(self) -> bool:
         """Whether a period of events was dropped. A reading relay delays the drop for a moment."""

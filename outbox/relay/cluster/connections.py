@@ -51,6 +51,9 @@ SESSION_SETTINGS = {
     # One generic plan suits each statement.  By default PostgreSQL plans statements on
     # partitioned tables at each execution, which takes two thirds of a small batch.
     "plan_cache_mode": "force_generic_plan",
+    # A generic plan of a range of ids expects a fixed share of the table.  Of millions of rows, it
+    # would start processes for each read of a few.
+    "max_parallel_workers_per_gather": "0",
 }
 """These override the defaults of the role and the database."""
 
