@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -177,6 +178,19 @@ def test_what_was_read_ahead_stays_if_the_tables_say_the_same() -> None:
     assert not feed.continues(LoadedFeed(1, ENDPOINT, Place(0, 4), (), ROUTE))
     other = Route(ENDPOINT, ("a.*",), None, all_tenants=False, lane_ids=(10, 11))
     assert not feed.continues(LoadedFeed(1, ENDPOINT, Place(0, 5), (), other))
+
+
+@given(st.lists(st.floats(1 / LIVE_PER_S, (LIVE_MAX - 1) / LIVE_PER_S), min_size=50))
+def test_batches_feed_at_the_whole_pace_however_they_come(pauses_s: list[float]) -> None:
+    now, fed = 100.0, 0
+    pace = FeedPace(live_until=inf)
+    pace.limit(now, 0)
+    pace.record_fed(now)
+    for pause_s in pauses_s:
+        now += pause_s
+        fed += pace.limit(now, 0)
+        pace.record_fed(now)
+    assert (now - 100.0) * LIVE_PER_S - 1.01 < fed <= (now - 100.0) * LIVE_PER_S + 0.01
 
 
 def test_live_events_make_the_pace_slower_but_never_stop_a_feed() -> None:

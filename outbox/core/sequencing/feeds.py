@@ -35,6 +35,8 @@ LIVE_PER_S, LIVE_DUE, LIVE_MAX = 2_100, 10, 20
 that comes late may have.  A batch of their own delays few live events; with each of those, they
 would delay all.  What a larger one feeds is sent all at once, and a live event that comes then
 waits for it."""
+ROUNDING = 1e-6
+"""Share of a delivery by which a sum of floating-point times may be off."""
 LARGE_BATCH = 8
 """What is fed with so many live events delays them less than a batch of its own would."""
 IDLE_MAX = 1_500
@@ -288,8 +290,8 @@ class FeedPace:
 
     live_until: float = 0.0
     fed_at: float = 0.0
-    _asked_at: float = 0.0
     _earns_since: float = 0.0
+    _then_since: float = 0.0
     _turn: int = field(default=0)
 
     @property
@@ -314,16 +316,18 @@ class FeedPace:
         Args:
             own_events: live events of the batch before.
         """
-        self._asked_at = now
+        since = max(self._earns_since, now - LIVE_MAX / LIVE_PER_S)
+        earned = int((now - since) * LIVE_PER_S + ROUNDING)
+        # A part of a delivery is earned for the next batch.
+        self._then_since = since + earned / LIVE_PER_S
         if now >= self.live_until:
             return IDLE_MAX
-        earned = int(min((now - self._earns_since) * LIVE_PER_S, LIVE_MAX))
         return max(earned, OWN_SHARE * own_events) if earned else 0
 
     def record_fed(self, now: float) -> None:
         """Record that a batch fed some."""
         # The batch is earned for, too, while it is written.
-        self.fed_at, self._earns_since = now, self._asked_at
+        self.fed_at, self._earns_since = now, self._then_since
 
     def in_turn(self, feeds: Sequence[Feed]) -> list[Feed]:
         """The feeds in the order in which the next batch serves them, which is round robin."""
