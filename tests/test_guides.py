@@ -33,6 +33,7 @@ from tests.support.documents import (
 from tests.support.ports import free_port
 from tests.support.relay import all_ended, fetchval
 from tests.support.roles import dsn_of
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -287,9 +288,7 @@ async def wait_for_events(database: Database) -> None:
 
 @pytest.mark.slow
 @pytest.mark.one_major
-@pytest.mark.parametrize(
-    "loader", [pytest.param(n, marks=pytest.mark.full if n == SQL_ALONE else ()) for n in LOADERS]
-)
+@pytest.mark.parametrize("loader", sampled(LOADERS, lambda loader: loader != SQL_ALONE))
 async def test_the_index_of_the_guide_is_equal_to_the_table(
     loader: str, empty_database: Database, tmp_path: Path
 ) -> None:

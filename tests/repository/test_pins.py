@@ -8,7 +8,6 @@ import importlib.util
 import json
 import re
 import sys
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from outbox.version import __version__
+from tests.repository.requirements import PROJECTS, brought_by, holds
 from tests.repository.sources import OWN as OWN_PACKAGES
 from tests.repository.sources import PROGRAM, ROOT, nodes, nodes_of
 
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 
 FILE = ROOT / ".ci" / "constraints.txt"
 RENEW = "renew it with: python3 run.py pin"
-PROJECTS = [
-    tomllib.loads(file.read_text())["project"]
-    for file in (ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml"))
-]
 OWN = {project["name"] for project in PROJECTS}
 
 
@@ -64,32 +60,6 @@ def stated() -> list[Requirement]:
         for texts in (project["dependencies"], *project.get("optional-dependencies", {}).values())
         for text in texts
     ]
-
-
-def needed() -> set[str]:
-    """Return the names of the project's dependencies with all extras, recursively."""
-    names: set[str] = set()
-    pending = requirements()
-    while pending:
-        requirement = pending.pop()
-        if requirement.marker is not None and not _holds(requirement):
-            continue
-        name = canonicalize_name(requirement.name)
-        key = f"{name}[{','.join(sorted(requirement.extras))}]"
-        if key in names:
-            continue
-        names.add(key)
-        for text in importlib.metadata.requires(name) or ():
-            more = Requirement(text)
-            if _holds(more, requirement.extras):
-                more.marker = None
-                pending.append(more)
-    return {each.partition("[")[0] for each in names}
-
-
-def _holds(requirement: Requirement, extras: set[str] = frozenset()) -> bool:  # type: ignore[assignment]
-    marker = requirement.marker
-    return marker is None or any(marker.evaluate({"extra": each}) for each in ("", *extras))
 
 
 def imported(tree: Sequence[ast.AST]) -> Iterator[str]:
@@ -142,7 +112,7 @@ def test_every_pin_is_one_exact_version_without_a_path() -> None:
 def test_the_requirements_accept_the_pinned_versions() -> None:
     versions = pinned()
     for requirement in requirements():
-        if _holds(requirement):
+        if holds(requirement):
             version = versions.get(canonicalize_name(requirement.name))
             assert version is not None, f"{requirement.name} is not pinned; {RENEW}"
             assert requirement.specifier.contains(version), f"{requirement}: {version}; {RENEW}"
@@ -154,7 +124,7 @@ def test_every_installed_dependency_is_pinned() -> None:
     if stamp.exists() and len(stamp.read_text().splitlines()) > 2:
         pytest.skip("run.py could not have all of the pinned versions here, and said so")
     versions = pinned()
-    here = {name: importlib.metadata.version(name) for name in needed()}
+    here = {name: importlib.metadata.version(name) for name in brought_by(requirements())}
     assert {name: versions.get(name) for name in here} == here, RENEW
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
-import re
+import importlib.metadata
 import sys
-from functools import cache
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from tests.repository.sources import PACKAGES, PROGRAM, TESTS
+from tests.repository.requirements import PROJECTS, brought_by
+from tests.repository.sources import PACKAGES, PROGRAM, TESTS, nodes
 from tests.support.checkout import ROOT
 from tests.support.tiers import has_unit_tests
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-DISTRIBUTION = "outbox-relay"
-EXTRAS = frozenset(["relay", "unit"])
+EXTRAS = ("relay", "unit")
 """What `run.py test unit` installs."""
 OPTIONAL = ("ImportError", "ModuleNotFoundError")
 
@@ -61,36 +60,18 @@ def own_modules() -> dict[str, Path]:
     return modules
 
 
-@cache
-def installed_by_the_extras() -> frozenset[str]:
-    """The distributions that the extras install, in the form of the package index."""
-    found: set[str] = set()
-    left = [(DISTRIBUTION, EXTRAS)]
-    while left:
-        name, extras = left.pop()
-        try:
-            texts = requires(name) or []
-        except PackageNotFoundError:  # For another platform.
-            continue
-        for requirement in map(Requirement, texts):
-            marker = requirement.marker
-            if marker and not any(marker.evaluate({"extra": e}) for e in extras or {""}):
-                continue
-            name = normal(requirement.name)
-            if name not in found or requirement.extras:
-                found.add(name)
-                left.append((name, frozenset(requirement.extras)))
-    return frozenset(found)
-
-
-def normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+def installed_for_them() -> set[str]:
+    """The distributions that the extras install."""
+    project = PROJECTS[0]
+    texts = [t for extra in EXTRAS for t in project["optional-dependencies"][extra]]
+    return brought_by(map(Requirement, (*project["dependencies"], *texts)))
 
 
 def test_modules_with_unit_tests_import_only_what_is_installed_for_them() -> None:
     modules = own_modules()
     known = sys.stdlib_module_names | {each.partition(".")[0] for each in modules} | {"run"}
-    distributions = packages_distributions()
+    distributions = importlib.metadata.packages_distributions()
+    installed = installed_for_them()
     left = [path for path in TESTS if path.name.startswith("test_") and has_unit_tests(path)]
     left.append(ROOT / "conftest.py")
     assert len(left) > 100
@@ -98,13 +79,13 @@ def test_modules_with_unit_tests_import_only_what_is_installed_for_them() -> Non
     missing = set()
     while left:
         path = left.pop()
-        for name in imported_at_once(ast.parse(path.read_text("utf-8")).body):
+        for name in imported_at_once(cast("ast.Module", nodes(path)[0]).body):
             if name in modules:
                 if modules[name] not in seen:
                     seen.add(modules[name])
                     left.append(modules[name])
-            elif (top := name.partition(".")[0]) not in known:
-                names = {normal(each) for each in distributions.get(top, [])}
-                if not names & installed_by_the_extras():
-                    missing.add(f"{path.relative_to(ROOT)}: {top}")
+            elif (top := name.partition(".")[0]) not in known and installed.isdisjoint(
+                map(canonicalize_name, distributions.get(top, ()))
+            ):
+                missing.add(f"{path.relative_to(ROOT)}: {top}")
     assert sorted(missing) == []

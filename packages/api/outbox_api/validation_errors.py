@@ -9,7 +9,7 @@ import re
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.text import closest, truncate
+from outbox.core.model.text import did_you_mean, truncate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -91,7 +91,5 @@ def _expected(error: Any) -> list[str]:
 
 def _unknown_field(name: str, model: type[RequestModel], where: str) -> str:
     known = list(model.model_fields)
-    near = closest(name, known)
-    if near is not None:
-        return f'{where}: unknown field "{truncate(name)}"; did you mean "{near}"?'
-    return f'{where}: unknown field "{truncate(name)}"; known: {", ".join(known) or "none"}'
+    hint = did_you_mean(name, known, f"known: {', '.join(known) or 'none'}")
+    return f'{where}: unknown field "{truncate(name)}"; {hint}'
