@@ -25,6 +25,7 @@ from outbox.core.delivery.commands import (
 )
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.core.sequencing.gaps import CursorChange
+from outbox.core.sequencing.partition_window import Retention
 from outbox.core.sequencing.router import Deliveries
 from outbox.operations import lane_history, status
 from outbox.operations.dead_letters import queries as dead
@@ -47,6 +48,8 @@ from outbox.store.errors import Fenced
 from outbox.store.replays import replay_feed
 from outbox.store.replays.replay_progress import ReplayBatch
 from outbox.store.retention.erasure import ERASE_RESPONSES, PLAN_BY_INDEX, SET_PLANNER
+from outbox.store.retention.partitions import PartitionStore
+from outbox.store.retention.periods import RetentionStore
 from outbox.store.schedules import schedule_runs
 from outbox.store.sequencing import batches as sequencing
 from outbox.store.sequencing import event_reads, routing
@@ -57,6 +60,7 @@ from tests.support.long_log import (
     ACKED,
     BATCHES,
     CHECKPOINT,
+    DEAD,
     DEAD_OPEN,
     EMPTY,
     ENDPOINTS,
@@ -79,10 +83,13 @@ from tests.support.long_log import (
     outbox_id,
 )
 from tests.support.plans import explain
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from uuid import UUID
+
+    from asyncpg import Connection
 
     from outbox.store.sql.message import WriteCall
     from tests.support.postgres import Database
@@ -96,6 +103,10 @@ NEWEST = range(USED - 1, USED + EMPTY)
 ALL = range(USED + EMPTY)
 FOUR = 4.5
 """Pages of one lookup in an index of this size and of its row, with a margin."""
+# What a session has read is counted before it has ended.
+IS_ALONE = """
+SELECT count(*) = 1 FROM pg_stat_activity WHERE datname = current_database()
+"""
 CONTENT = re.compile(r"\b(payload|body|headers)\b")
 """Columns that no result may be memoized by: they may be large, and each event has its own."""
 
@@ -952,6 +963,45 @@ async def test_hot_queries_read_few_rows_of_a_long_log(
         for settings, generic in ((SESSION_SETTINGS, True), ({}, False)):
             with subtests.test(f"erasure of responses, {known}, generic={generic}"):
                 await _check(log, await _erasure_of_responses(log), settings, generic=generic)
+
+
+@pytest.mark.costly
+@pytest.mark.one_major
+async def test_maintenance_reads_few_rows_of_a_long_log(database: Database) -> None:
+    """Whatever it asks: the server counts what is read.  Nothing is old enough to be deleted."""
+    log = LongLog(database)
+    await log.fill()
+    for statistics in STATISTICS:
+        await log.set_statistics(statistics)
+        settings = {"search_path": "relay", "jit": "off", **SESSION_SETTINGS}
+        async with database.connection(server_settings=settings) as db:
+            retention, partitions = RetentionStore(db, Retention()), PartitionStore(db)
+            # It reads each page of the log once.
+            await partitions.summarize()
+            await database.close()
+            await until(lambda: db.fetchval(IS_ALONE))
+            before = await _rows_read(db)
+            assert await retention.delete_expired() == 0
+            assert await retention.advance_periods() == []
+            await partitions.guard()
+            await partitions.summarize()
+            assert await partitions.last_id_beyond() is None
+            after = await _rows_read(db)
+        read = {table: rows - before[table] for table, rows in after.items()}
+        # Of dead letters, which are few, those that are old are looked for one by one.
+        assert read.pop("dead_letter") <= 3 * DEAD, statistics
+        assert sum(read.values()) <= 100, (statistics, {k: n for k, n in read.items() if n})
+
+
+async def _rows_read(db: Connection[Any]) -> dict[str, int]:
+    """The rows that were read of each table, by scans and in its indexes."""
+    await db.execute("SELECT pg_stat_force_next_flush()")
+    return dict(
+        await db.fetch("""
+            SELECT t.relname, t.seq_tup_read + coalesce(sum(i.idx_tup_read), 0)::bigint
+              FROM pg_stat_user_tables t LEFT JOIN pg_stat_user_indexes i USING (relid)
+             WHERE t.schemaname = 'relay' GROUP BY t.relid, t.relname, t.seq_tup_read""")
+    )
 
 
 async def _check(log: LongLog, case: Case, settings: Mapping[str, str], *, generic: bool) -> None:

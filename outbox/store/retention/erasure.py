@@ -63,14 +63,18 @@ SELECT FROM erased
 """,  # noqa: S608
 )
 
-# Recently erased events.  An event whose row is gone is found by its erased dead letters.
+# Recently erased events, in the order of their erasure: by id, the whole log would be read.  An
+# event whose row is gone is found by its erased dead letters.
+#   $2, $3: time and id that were read last; at first, no time
 READ_ERASED = """
-SELECT id
-  FROM (SELECT id FROM outbox WHERE erased_at > statement_timestamp() - make_interval(secs => $1)
-         UNION
-        SELECT outbox_id FROM dead_letter
-         WHERE erased_at > statement_timestamp() - make_interval(secs => $1)) e
- WHERE id > $2 ORDER BY id LIMIT $3
+SELECT erased_at, id
+  FROM (SELECT erased_at, id FROM outbox
+         UNION ALL
+        SELECT erased_at, outbox_id FROM dead_letter WHERE outbox_id IS NOT NULL) e
+ WHERE erased_at IS NOT NULL
+   AND (erased_at, id)
+       > (coalesce($2, statement_timestamp() - make_interval(secs => $1)), $3::bigint)
+ ORDER BY erased_at, id LIMIT $4
 """
 
 
@@ -83,11 +87,10 @@ async def erase_leftovers(connection: StoreConnection, within_s: float) -> int:
     Args:
         within_s: covers events erased during the last `within_s` seconds.
     """
-    erased = after = 0
-    while ids := [
-        row["id"] for row in await connection.fetch(READ_ERASED, within_s, after, STEP_EVENTS)
-    ]:
-        after = ids[-1]
+    erased, after = 0, (None, 0)
+    while rows := await connection.fetch(READ_ERASED, within_s, *after, STEP_EVENTS):
+        after = tuple(rows[-1])
+        ids = sorted({row["id"] for row in rows})
         erased += await erase_responses(connection, ids)
         erased += await erase_dead_letters(connection, None, None, ids)
     return erased
