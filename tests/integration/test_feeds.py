@@ -25,6 +25,7 @@ from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.operations.endpoints import states as endpoint_states
 from outbox.operations.feeds.starts import preview_start
 from outbox.relay.sequencing import feed_reader, feeder
+from outbox.relay.sequencing.feed_reader import FeedReader
 from tests.support.positions import new_position
 from tests.support.relay import (
     OK,
@@ -500,6 +501,32 @@ async def test_a_running_feed_is_shown_and_keeps_its_events(database: Database) 
     assert shown.endpoint.subscribed
     assert shown.feed is not None
     assert (shown.feed.fed, shown.feed.left_max) == (0, 3)
+
+
+@pytest.mark.usefixtures("small_steps")
+async def test_feeds_at_one_place_share_their_reads(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though they take turns, so that each has used up at another time what was read for it."""
+    monkeypatch.setattr(feeder, "READ_AHEAD_MAX", 5)
+    served = []
+
+    async def read(self: FeedReader, store: Any, evaluator: Any, place: Any, some: Any) -> None:
+        served.append(len(some))
+        await one(self, store, evaluator, place, some)
+
+    one = FeedReader._read
+    monkeypatch.setattr(FeedReader, "_read", read)
+    async with running(database, Network()):
+        for n in range(30):
+            await publish(database, n, n, n)
+            await all_ended(database)
+    for n in range(3):
+        await add_endpoint(database, f"late-{n}", start=BEGINNING)
+    async with running(database, Network()):
+        await arrived(database)
+    assert len(served) > 5
+    assert sum(served) > 2 * len(served), served
 
 
 async def test_no_read_of_a_relay_starts_parallel_workers(database: Database) -> None:

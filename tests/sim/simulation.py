@@ -53,7 +53,7 @@ SETTLE_LEASES = 12
 
 
 FEED_LIMITS: tuple[tuple[Any, str, tuple[int, ...]], ...] = (
-    (feeds, "LIVE_MAX", (1, 5, 20)),
+    (feeds, "LIVE_MAX", (1, 5, 40)),
     (feeds, "IDLE_MAX", (1, 7, 1500)),
     (feeder, "TAIL_IDS", (1, 4, 500)),
     (feeder, "TAIL_BATCHES", (1, 200)),

@@ -54,7 +54,6 @@ def make_small_steps(monkeypatch: pytest.MonkeyPatch, cursor_seconds: float) -> 
     """Let places be inside batches, and each feed take many reads and batches."""
     # After a long run, the rest is fed in fewer batches.
     monkeypatch.setattr(feeds, "IDLE_MAX", max(40, int(10 * cursor_seconds)))
-    monkeypatch.setattr(feeds, "LIVE_MAX", 40)
     monkeypatch.setattr(feeds, "LIVE_PER_S", 1e6)
     monkeypatch.setattr(feed_reader, "READ_EVENTS_MAX", 25)
     monkeypatch.setattr(feed_reader, "COUNT_EVERY_S", 0.02)

@@ -30,11 +30,11 @@ READ_EVENTS_MAX = 1_000
 """Events after which a read takes no further batch."""
 FEED_LIVE_S = 2.0
 """Events are live for this time after the last one was sequenced."""
-LIVE_PER_S, LIVE_DUE, LIVE_MAX = 2_100, 10, 20
+LIVE_PER_S, LIVE_DUE, LIVE_MAX = 2_100, 24, 40
 """While events are live: fed deliveries per second, with how many a batch is due, and how many one
 that comes late may have.  A batch of their own delays few live events; with each of those, they
-would delay all.  What a larger one feeds is sent all at once, and a live event that comes then
-waits for it."""
+would delay all.  With ten, batches would cost a relay a tenth more of its time.  What a larger one
+feeds is sent all at once, and a live event that comes then waits for it."""
 ROUNDING = 1e-6
 """Share of a delivery by which a sum of floating-point times may be off."""
 LARGE_BATCH = 8

@@ -112,7 +112,7 @@ class FeedReader:
             while hungry:
                 # Those at one place share a read.  The leader may have moved some meanwhile.
                 place = min(feed.read_to for feed in hungry)
-                some = [feed for feed in hungry if feed.read_to == place]
+                some = feeder.sharing(place)
                 hungry = [feed for feed in hungry if feed.read_to != place]
                 with response_deadline(connection, self._read_s, "read ahead"):
                     await self._read(store, evaluator, place, some)

@@ -30,6 +30,9 @@ log = structlog.get_logger("outbox.sequencer")
 
 READ_AHEAD_MAX, READ_AHEAD_MIN, READ_AHEAD_ALL = 4_000, 100, 40_000
 """Deliveries that are read ahead: of one feed at most and at least, and of all together."""
+LIVE_AHEAD_ALL = 2_000
+"""Those of all together while events are live, about a second's: to read more would only delay the
+live events."""
 TAIL_IDS, TAIL_BATCHES = 500, 200
 """So many ids and batches before the end, the rest is read in the leader's turn."""
 TAILS_MAX = 8
@@ -100,6 +103,11 @@ class Feeder:
             and self._last.id - feed.read_to.id > TAIL_IDS // 2
         ]
 
+    def sharing(self, place: Place) -> list[Feed]:
+        """The feeds that share a read at a place: also some that do not need it yet."""
+        some = (feed for feed in self._feeds.values() if feed.read_to == place)
+        return [feed for feed in some if feed.ahead < 2 * self.ahead_max]
+
     @property
     def feeds(self) -> list[Feed]:
         """The running feeds."""
@@ -113,7 +121,8 @@ class Feeder:
     @property
     def ahead_max(self) -> int:
         """Deliveries of each feed that are read ahead."""
-        return min(max(READ_AHEAD_ALL // max(len(self._feeds), 1), READ_AHEAD_MIN), READ_AHEAD_MAX)
+        of_all = LIVE_AHEAD_ALL if self.is_live else READ_AHEAD_ALL
+        return min(max(of_all // max(len(self._feeds), 1), READ_AHEAD_MIN), READ_AHEAD_MAX)
 
     # -------------------------------------------------------------- batches
 
