@@ -27,6 +27,7 @@ from outbox.operations.feeds.starts import preview_start
 from outbox.relay.sequencing import feed_reader, feeder
 from outbox.relay.sequencing.feed_reader import FeedReader
 from tests.support.positions import new_position
+from tests.support.postgres import IS_ALONE
 from tests.support.relay import (
     OK,
     Network,
@@ -54,7 +55,6 @@ ARRIVED = """
 SELECT EXISTS (SELECT FROM feed) AND NOT EXISTS (SELECT FROM feed WHERE ended_at IS NULL)
 """
 ENDED = "SELECT NOT EXISTS (SELECT FROM replay_job_endpoint WHERE ended_at IS NULL)"
-ALONE = "SELECT count(*) = 1 FROM pg_stat_activity WHERE datname = current_database()"
 WORKERS = """
 SELECT parallel_workers_launched FROM pg_stat_database WHERE datname = current_database()
 """
@@ -536,5 +536,5 @@ async def test_no_read_of_a_relay_starts_parallel_workers(database: Database) ->
     options = quote("-c debug_parallel_query=on", safe="")
     async with running(database, Network(), dsn=f"{database.dsn}&options={options}"):
         await arrived(database)
-    await until(lambda: fetchval(database, ALONE), what="the relay's sessions to end")
+    await until(lambda: fetchval(database, IS_ALONE), what="the relay's sessions to end")
     assert await fetchval(database, WORKERS) == 0

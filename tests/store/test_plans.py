@@ -83,6 +83,7 @@ from tests.support.long_log import (
     outbox_id,
 )
 from tests.support.plans import explain
+from tests.support.postgres import IS_ALONE
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -103,10 +104,7 @@ NEWEST = range(USED - 1, USED + EMPTY)
 ALL = range(USED + EMPTY)
 FOUR = 4.5
 """Pages of one lookup in an index of this size and of its row, with a margin."""
-# What a session has read is counted before it has ended.
-IS_ALONE = """
-SELECT count(*) = 1 FROM pg_stat_activity WHERE datname = current_database()
-"""
+SESSION = {"search_path": "relay", "jit": "off"}
 CONTENT = re.compile(r"\b(payload|body|headers)\b")
 """Columns that no result may be memoized by: they may be large, and each event has its own."""
 
@@ -965,7 +963,6 @@ async def test_hot_queries_read_few_rows_of_a_long_log(
                 await _check(log, await _erasure_of_responses(log), settings, generic=generic)
 
 
-@pytest.mark.costly
 @pytest.mark.one_major
 async def test_maintenance_reads_few_rows_of_a_long_log(database: Database) -> None:
     """Whatever it asks: the server counts what is read.  Nothing is old enough to be deleted."""
@@ -973,8 +970,7 @@ async def test_maintenance_reads_few_rows_of_a_long_log(database: Database) -> N
     await log.fill()
     for statistics in STATISTICS:
         await log.set_statistics(statistics)
-        settings = {"search_path": "relay", "jit": "off", **SESSION_SETTINGS}
-        async with database.connection(server_settings=settings) as db:
+        async with database.connection(server_settings={**SESSION, **SESSION_SETTINGS}) as db:
             retention, partitions = RetentionStore(db, Retention()), PartitionStore(db)
             # It reads each page of the log once.
             await partitions.summarize()
@@ -1005,8 +1001,7 @@ async def _rows_read(db: Connection[Any]) -> dict[str, int]:
 
 
 async def _check(log: LongLog, case: Case, settings: Mapping[str, str], *, generic: bool) -> None:
-    settings = {"search_path": "relay", "jit": "off", **settings}
-    async with log.database.connection(server_settings=settings) as connection:
+    async with log.database.connection(server_settings={**SESSION, **settings}) as connection:
         # The server reads a function's body once in a session, which is no cost of a plan.
         await connection.execute(f"{READ_SERVER_FENCE}, observed_before(1)")
         transaction = connection.transaction()

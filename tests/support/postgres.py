@@ -52,6 +52,8 @@ _FIND_CATALOGS = """
 SELECT string_agg(oid::regclass::text, ', ') FROM pg_class
  WHERE relnamespace = 'pg_catalog'::regnamespace AND relkind = 'r' AND NOT relisshared
 """
+IS_ALONE = "SELECT count(*) = 1 FROM pg_stat_activity WHERE datname = current_database()"
+"""Whether all other sessions of a database have ended; what they did is in its statistics then."""
 _numbers = itertools.count(1)
 _READ_CLOSE_ITERATIONS = 5
 """Iterations of the event loop in which a connection notes that the server has closed it."""

@@ -108,19 +108,18 @@ class FeedReader:
                 count_at = clock() + COUNT_EVERY_S
                 # The sequencer may have fallen asleep because too much was pending.
                 was_ready = False
-            is_idle = not (hungry := feeder.hungry())
-            while hungry:
-                # Those at one place share a read.  The leader may have moved some meanwhile.
-                place = min(feed.read_to for feed in hungry)
-                some = feeder.sharing(place)
-                hungry = [feed for feed in hungry if feed.read_to != place]
+            places = sorted({feed.read_to for feed in feeder.hungry()})
+            for place in places:
+                if not (some := feeder.sharing(place)):
+                    # The leader has moved them meanwhile.
+                    continue
                 with response_deadline(connection, self._read_s, "read ahead"):
                     await self._read(store, evaluator, place, some)
                 if feeder.is_live:
                     await asyncio.sleep(LIVE_PAUSE_S)
             if feeder.due_at is not None and not was_ready:
                 self._wake.set()
-            if is_idle:
+            if not places:
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(count_at):
                         await feeder.changed.wait()

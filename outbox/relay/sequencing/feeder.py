@@ -105,8 +105,8 @@ class Feeder:
 
     def sharing(self, place: Place) -> list[Feed]:
         """The feeds that share a read at a place: also some that do not need it yet."""
-        some = (feed for feed in self._feeds.values() if feed.read_to == place)
-        return [feed for feed in some if feed.ahead < 2 * self.ahead_max]
+        ahead_max = 2 * self.ahead_max
+        return [f for f in self._feeds.values() if f.read_to == place and f.ahead < ahead_max]
 
     @property
     def feeds(self) -> list[Feed]:
